@@ -3,16 +3,21 @@
 The proxy is a process of its own, started as `pd-launch proxy`; so are its nodes, which have no
 model, and its clients. Processor time is that of all the proxy's threads, as the kernel counts it.
 
-`request`: prompts of 16 token ids that are answered with one token and not streamed, 8 at a time.
+`request`: prompts of 16 token ids that are answered with one token and not streamed, 8 at a time;
+their rate is that of the node's steps.
 `stream`: `--streams` streams get a token every `--step` milliseconds; each token is detokenized,
 searched for a stop string and sent as an event of its own. Processor time counts from when all have
 begun, since `request` says what beginning costs. `added` is the time from when a node sent a token
 until its event's last byte had reached the client, of tokens that were sent when all streams had
-begun. `long text`: the streams while a text of 32k tokens arrives every half second, of which no
-two begin alike; `text` is how long they took. `saturated`: four times as many streams, eight
-times as long, of two nodes at a sixteenth of the step, which is more than one process can carry.
-With `--workers N` also N times as many streams and nodes, and N processes of the proxy. Tokens a
-second are those that came while all streams ran.
+begun. `stream with ids`: events have the token ids, too, which are written anew for each event.
+`/generate`: the streams by that endpoint, whose events have times as well; `whole`: each event has
+the whole answer so far. `long text`: the streams while a text of 32k tokens arrives every half
+second, of which no two have a passage in common; `text` is how long they took, and `beside_text`
+is the added time of those tokens that were sent meanwhile. `saturated requests`: requests, 64 at a
+time, to two nodes at a sixteenth of the step, and `saturated`: four times as many streams of these
+nodes, eight times as long, are more than one process can carry. With `--workers N` also N times as
+many requests, streams and nodes, and N processes of the proxy. Tokens a second are those that came
+while all streams ran.
 
 `load_share` is the processor time of the busiest client or node, by elapsed time: near 1 it is the
 load that is measured, and `--clients` has to be raised.
@@ -26,7 +31,6 @@ nor detokenizes. Numbers are medians over the rounds.
 from __future__ import annotations
 
 import asyncio
-import json
 import shlex
 import shutil
 import sys
@@ -41,7 +45,16 @@ import msgspec
 import numpy as np
 
 from pd.bench.proxy_floors import KINDS
-from pd.bench.proxy_load import PROMPT, Begun, Ended, LongTexts, Streams, Texts
+from pd.bench.proxy_load import (
+    Answered,
+    Begun,
+    Ended,
+    LongTexts,
+    Requests,
+    Streams,
+    Texts,
+    ask_all,
+)
 from pd.bench.proxy_processes import Running, proxy_in_front, router_in_front, started
 from pd.bench.report import Row, add_output, check_output, write_report
 from pd.bench.serve_client import BenchCompletion
@@ -51,9 +64,13 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Collection, Iterator, Sequence
 
+    import numpy.typing as npt
+
+    FloatArray = npt.NDArray[np.float64]
+
 Fields = dict[str, Any]
 
-_CONNECTIONS = 8
+_CONNECTIONS, _CONNECTIONS_SATURATED = 8, 64
 # Programs of SGLang's gateway, the older and the newer one.
 ROUTERS = ("sglang-router", "smg")
 # Further fields of a request. Routers take no token ids, and want a model's name.
@@ -62,6 +79,16 @@ _ROUTED: Fields = {"prompt": "a prompt of sixteen tokens or so, as a text", "mod
 _LONG_TOKENS, _LONG_EVERY = 32_768, 0.5
 _CHARACTERS_PER_TOKEN = 4
 _STOP = "never said"
+# Streams that are measured one after the other: name of the work, further fields of the requests,
+# and what `/generate` streams. Events of the first kind are written from a prepared template.
+_STREAMS: list[tuple[str, Fields, bool | None]] = [
+    ("stream", {}, None),
+    ("stream with ids", {"return_token_ids": True}, None),
+    ("/generate", {}, True),
+    ("/generate, whole", {}, False),
+]
+# Requests of `saturated requests` for each of `--requests`.
+_SATURATED_REQUESTS = 8
 # Clients for each process of a proxy, where there are several.
 _CLIENTS_PER_WORKER = 2
 EXAMPLES = """\
@@ -179,25 +206,55 @@ def measure_round(
                     rows.append({"work": "request", "system": "pd"} | found)
                 if "stream" in work:
                     asked = (proxy, nodes, clients, load.streams, load.tokens)
-                    streamed = run_streams(*asked)
-                    rows.append({"work": "stream", "system": "pd"} | _latency(streamed))
+                    for name, more, incremental in _STREAMS:
+                        streamed = run_streams(*asked, more=more, incremental=incremental)
+                        rows.append({"work": name, "system": "pd"} | _latency(streamed))
                     streamed = run_streams(*asked, texts=texts)
                     rows.append({"work": "long text", "system": "pd"} | _latency(streamed))
         for count in dict.fromkeys([1, workers]) if "saturated" in work else ():
-            rows.append(_saturate(load, clients, count))
+            rows += _saturate(load, clients, count)
     return rows
 
 
-def _saturate(load: Load, clients: Sequence[Running], workers: int) -> Row:
-    """More than so many processes of the proxy can carry."""
+def _saturate(load: Load, clients: Sequence[Running], workers: int) -> list[Row]:
+    """Rows of more requests, and of more streams, than so many processes of the proxy can carry."""
+    several: Row = {"workers": workers} if workers > 1 else {}
     # Two nodes for each process, so that no node is what limits.
     with proxy_in_front(load.step / 16, workers=workers, nodes=2 * workers) as (proxy, nodes):
+        asked = _saturate_with_requests(proxy, nodes, clients, load.requests, workers)
         streams, tokens = 4 * workers * load.streams, 8 * load.tokens
         streamed = run_streams(proxy, nodes, clients, streams, tokens, warm=False)
-    row: Row = {"work": "saturated", "system": "pd"}
-    if workers > 1:
-        row["workers"] = workers
-    return row | _cost(streamed) | {"tokens_per_s": rate_of_all(streamed)}
+    row: Row = {"work": "saturated", "system": "pd"} | several
+    return [
+        {"work": "saturated requests", "system": "pd"} | several | asked,
+        row | _cost(streamed) | {"tokens_per_s": rate_of_all(streamed)},
+    ]
+
+
+def _saturate_with_requests(
+    proxy: Running,
+    nodes: Sequence[Running],
+    clients: Sequence[Running],
+    count: int,
+    workers: int,
+) -> Row:
+    """Requests on so many connections that a node's step does not limit their rate."""
+    connections = max(1, workers * _CONNECTIONS_SATURATED // len(clients))
+    count = max(1, workers * _SATURATED_REQUESTS * count // len(clients))
+    for share in (10, 1):  # the first warms up
+        meter = _Meter(proxy, nodes)
+        for client in clients:
+            client.tell(Requests(proxy.url, count // share + 1, connections, NO_FIELDS))
+        answered = [client.hear(Answered) for client in clients]
+    total = len(clients) * (count + 1)
+    seconds, cpu, node_share = meter.read(max(each.ended for each in answered))
+    return {
+        "connections": connections * len(clients),
+        "cpu_us": cpu / total * 1e6,
+        "cpu_share": cpu / seconds,
+        "requests_per_s": total / seconds,
+        "load_share": max(node_share, *(each.cpu_share for each in answered)),
+    }
 
 
 def _measure_request_floors(load: Load, routers: Sequence[str]) -> list[Row]:
@@ -236,40 +293,11 @@ def _measure_stream_floors(
 
 def measure_requests(server: Running, count: int, more: Fields = NO_FIELDS) -> Row:
     """Processor time and rate of requests that are not streamed."""
-    asyncio.run(_ask_all(server.url, count // 10 + 1, more))  # warms up
+    asyncio.run(ask_all(server.url, count // 10 + 1, _CONNECTIONS, more))  # warms up
     cpu, began = server.cpu_seconds, time.perf_counter()
-    asyncio.run(_ask_all(server.url, count, more))
+    asyncio.run(ask_all(server.url, count, _CONNECTIONS, more))
     took, cpu = time.perf_counter() - began, server.cpu_seconds - cpu
     return {"cpu_us": cpu / count * 1e6, "requests_per_s": count / took}
-
-
-async def _ask_all(url: str, count: int, more: Fields) -> None:
-    """Ask ``count`` times over a few connections that are kept."""
-    host, port = _address(url)
-    body = json.dumps({"prompt": PROMPT, "max_tokens": 1, "temperature": 0} | more).encode()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    )
-    left = iter(range(count))
-
-    async def ask() -> None:
-        reader, writer = await asyncio.open_connection(host, port)
-        for _ in left:
-            writer.write(head.encode() + body)
-            answer = await reader.readuntil(b"\r\n\r\n")
-            if not answer.startswith(b"HTTP/1.1 200"):
-                raise NodeFailedError(f"{url} answered {answer[:40]!r}")
-            length = answer.lower().partition(b"content-length:")[2].split(b"\r\n")[0]
-            await reader.readexactly(int(length))
-        writer.close()
-
-    await asyncio.gather(*(ask() for _ in range(_CONNECTIONS)))
-
-
-def _address(url: str) -> tuple[str, int]:
-    host, _, port = url.removeprefix("http://").partition(":")
-    return host, int(port)
 
 
 # ---- streams
@@ -283,7 +311,7 @@ class Streamed(msgspec.Struct):
         num_tokens: those of which ``cpu_seconds`` and ``seconds`` are.
         load_share: processor time of the busiest client or node, by elapsed time.
         sent: when the nodes sent tokens, by request.
-        text_seconds: how long each long text took.
+        text_spans: when each long text was sent and when it was answered.
     """
 
     answers: list[BenchCompletion]
@@ -294,7 +322,7 @@ class Streamed(msgspec.Struct):
     num_tokens: int
     load_share: float = 0.0
     sent: dict[str, list[float]] = {}
-    text_seconds: list[float] = []
+    text_spans: list[tuple[float, float]] = []
 
 
 def run_streams(
@@ -307,6 +335,7 @@ def run_streams(
     texts: Running | None = None,
     warm: bool = True,
     more: Fields = NO_FIELDS,
+    incremental: bool | None = None,
 ) -> Streamed:
     """Streams that begin together, and what they cost. Raises NodeFailedError if one fails.
 
@@ -314,6 +343,8 @@ def run_streams(
         clients: processes of :mod:`pd.bench.proxy_load` which share the streams.
         texts: one more, which sends long texts from when all streams have begun.
         warm: count from when all have begun.
+        more: further fields of the requests.
+        incremental: see :class:`pd.bench.proxy_load.Streams`.
     """
     for node in nodes:
         node.ask()  # forgets what came before
@@ -322,8 +353,10 @@ def run_streams(
     clients = clients[: len(parts)]
     meter, before = _Meter(server, nodes), 0
     for client, part in zip(clients, parts, strict=True):
-        fields = {"stop": [_STOP], "return_token_ids": False} | more
-        client.tell(Streams(server.url, part, tokens, fields))
+        fields: Fields = {"stop": [_STOP]}
+        if incremental is None:
+            fields |= {"return_token_ids": False} | more
+        client.tell(Streams(server.url, part, tokens, fields, incremental))
     begun = [client.hear(Begun) for client in clients]
     if warm:
         # Until now every event has had one token.
@@ -345,7 +378,7 @@ def run_streams(
     )
     if texts is not None:
         texts.tell(None)
-        found.text_seconds = texts.hear(Texts).seconds
+        found.text_spans = texts.hear(Texts).spans
     for node in nodes:
         found.sent |= node.ask()
     for answer in found.answers:
@@ -384,12 +417,19 @@ def _cost(found: Streamed) -> Row:
 
 def _latency(found: Streamed) -> Row:
     """The cost, and how long tokens were on their way."""
-    row, added = _cost(found), added_seconds(found)
-    for name, percent in (("p50", 50), ("p99", 99), ("max", 100)):
-        row[f"added_{name}_ms"] = float(np.percentile(added, percent)) * 1e3
-    if found.text_seconds:
-        row["text_ms"] = median(found.text_seconds) * 1e3
+    row = _cost(found) | _percentiles("added", added_seconds(found))
+    if found.text_spans:
+        if beside := added_beside_texts(found):
+            row |= _percentiles("beside_text", beside)
+        row["text_ms"] = median(ended - began for began, ended in found.text_spans) * 1e3
     return row
+
+
+def _percentiles(name: str, seconds: list[float]) -> Row:
+    return {
+        f"{name}_{suffix}_ms": float(np.percentile(seconds, percent)) * 1e3
+        for suffix, percent in (("p50", 50), ("p99", 99), ("max", 100))
+    }
 
 
 def rate_of_all(found: Streamed) -> float:
@@ -411,17 +451,32 @@ def rate_of_all(found: Streamed) -> float:
 def added_seconds(found: Streamed) -> list[float]:
     """Time from a node's sending of each token until it had come, for every token that was sent
     when all streams had begun; for all tokens if there is none."""
+    sent, added = _sent_and_added(found)
+    counts = sent >= found.begun_at
+    return list(map(float, added[counts] if counts.any() else added))
+
+
+def added_beside_texts(found: Streamed) -> list[float]:
+    """Those of the tokens that were sent while a long text was under way."""
+    sent, added = _sent_and_added(found)
+    counts = np.zeros(len(sent), bool)
+    for began, ended in found.text_spans:
+        counts |= (sent >= began) & (sent <= ended)
+    return list(map(float, added[counts]))
+
+
+def _sent_and_added(found: Streamed) -> tuple[FloatArray, FloatArray]:
+    """When each token was sent, and how long it took to come."""
     came: list[float] = []
     sent: list[float] = []
     for name, answer in zip(found.names, found.answers, strict=True):
-        # The request's first prompt, of one.
-        own = found.sent[f"{name}_0"]
+        # A single prompt of `/generate` has the request's name, the first of `/v1/completions` one
+        # made of it.
+        own = found.sent[name] if name in found.sent else found.sent[f"{name}_0"]
         sent += own
         came += arrivals(answer, own)
     times = np.array(sent)
-    added = np.array(came) - times
-    counts = times >= found.begun_at
-    return list(map(float, added[counts] if counts.any() else added))
+    return times, np.array(came) - times
 
 
 def arrivals(answer: BenchCompletion, sent: Sequence[float]) -> list[float]:
@@ -465,4 +520,4 @@ def show(rows: Sequence[Row]) -> None:
     """Print rows with their numbers by name."""
     for row in rows:
         numbers: list[Any] = [f"{k} {v}" for k, v in row.items() if k not in ("work", "system")]
-        print(f"{row['work']:10} {row['system']:10} {', '.join(numbers)}", flush=True)
+        print(f"{row['work']:18} {row['system']:10} {', '.join(numbers)}", flush=True)

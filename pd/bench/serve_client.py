@@ -1,4 +1,7 @@
-"""Streamed completions over plain sockets: bytes are noted with their time and read afterwards."""
+"""Streamed completions over plain sockets: bytes are noted with their time and read afterwards.
+
+Events may be those of ``/v1/completions``, or of ``/generate``, whose texts may hold those before.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +42,12 @@ class BenchCompletion:
     def num_tokens(self) -> int:
         return sum(self.counts)
 
+    def add(self, at: float, count: int, text: str) -> None:
+        """Note an event that holds tokens."""
+        self.times.append(at)
+        self.counts.append(count)
+        self.characters.append(len(text))
+
 
 class CompletionReception(load.Reception):
     """One connection with one request."""
@@ -62,13 +71,16 @@ class CompletionReception(load.Reception):
             if "error" in event:
                 found.error = str(event["error"])
                 return found
+            if "meta_info" in event:
+                count = event["meta_info"]["completion_tokens"] - found.num_tokens
+                if count:
+                    found.add(at, count, event["text"])
+                continue
             for choice in event["choices"]:
                 ids = choice.get("token_ids")
                 count = int(bool(choice["text"])) if ids is None else len(ids)
                 if count:
-                    found.times.append(at)
-                    found.counts.append(count)
-                    found.characters.append(len(choice["text"]))
+                    found.add(at, count, choice["text"])
         if not (done or self.cut_reason is not None):
             found.error = "the connection ended in the middle of the stream"
         return found
@@ -125,10 +137,13 @@ class Server:
         }
         if self._model is not None:
             fields["model"] = self._model
-        fields |= more or {}
+        return self.post(_ENDPOINT, fields | (more or {}))
+
+    def post(self, endpoint: str, fields: dict[str, Any]) -> bytes:
+        """A request whose answer ends the connection, as it goes over the wire."""
         body = json.dumps(fields, separators=(",", ":")).encode()
         head = (
-            f"POST {_ENDPOINT} HTTP/1.1\r\nHost: {self.host}:{self.port}\r\n"
+            f"POST {endpoint} HTTP/1.1\r\nHost: {self.host}:{self.port}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
             "Connection: close\r\n"
         )

@@ -6,10 +6,14 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
+from tokenizers import Tokenizer
 
-from pd.bench.proxy import Streamed, added_seconds, arrivals, rate_of_all
+from pd.bench.proxy import Streamed, added_beside_texts, added_seconds, arrivals, rate_of_all
+from pd.bench.proxy_load import random_prose
 from pd.bench.serve_client import BenchCompletion
 from pd.cli import bench
+from pd.embedded import EMBEDDED_MODEL
+from pd.proxy.tokenized_pieces import PieceEncoder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,11 +44,16 @@ def test_every_work_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         ("stream", "transport"),
         ("request", "pd"),
         ("stream", "pd"),
+        ("stream with ids", "pd"),
+        ("/generate", "pd"),
+        ("/generate, whole", "pd"),
         ("long text", "pd"),
+        ("saturated requests", "pd"),
         ("saturated", "pd"),
+        ("saturated requests", "pd"),
         ("saturated", "pd"),
     ]
-    assert [row.get("workers") for row in rows[-2:]] == [None, 2]
+    assert [row.get("workers") for row in rows[-4:]] == [None, None, 2, 2]
     for row in rows:
         assert row["cpu_us"] > 0
         if "added_p50_ms" in row:
@@ -77,6 +86,24 @@ def test_tokens_that_were_sent_while_streams_began_do_not_count() -> None:
     assert added_seconds(streamed([9.0], [1], [0.5], begun=1.0)) == [8.5]
 
 
+def test_tokens_that_were_sent_while_a_text_was_under_way_are_told_apart() -> None:
+    found = streamed([1.0, 3.0, 5.0], [1, 1, 1], [0.5, 2.5, 4.75], begun=0.0)
+    found.text_spans = [(0.6, 2.4), (2.45, 2.6), (4.0, 4.5)]
+    assert added_beside_texts(found) == [0.5]
+
+
+def test_hardly_a_piece_of_a_long_text_is_one_of_another() -> None:
+    """Otherwise tokens of pieces that the proxy keeps would be measured."""
+    tokenizer = Tokenizer.from_file(str(EMBEDDED_MODEL / "tokenizer.json"))
+    encoder = PieceEncoder.of(tokenizer)
+    assert encoder is not None
+    for seed in range(3):
+        text = random_prose(seed, 100_000)
+        assert len(text) == 100_000
+        assert encoder.encode(text, "", 1 << 20, add_special_tokens=True) is not None
+    assert encoder.found == 0
+
+
 def test_a_saturated_proxy_is_judged_while_all_streams_run() -> None:
     early = BenchCompletion(0.0, times=[1.0, 2.0, 3.0], counts=[1] * 3, characters=[4] * 3)
     late = BenchCompletion(0.0, times=[1.5, 9.0], counts=[1] * 2, characters=[16, 4])
@@ -92,7 +119,9 @@ def test_only_what_is_asked_for_is_measured(tmp_path: Path) -> None:
     assert bench(["proxy", *SMALL, "--work", "saturated", "--output", str(output)]) == 0
     rows = json.loads(output.read_text())["results"]
     assert [(row["work"], row.get("workers")) for row in rows] == [
+        ("saturated requests", None),
         ("saturated", None),
+        ("saturated requests", 2),
         ("saturated", 2),
     ]
 
