@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import numpy as np
 
 from pd.core.errors import InvalidRequestError, QueueFullError
-from pd.proxy.background import INLINE_BYTES
+from pd.proxy.background import INLINE_BYTES, INLINE_TEXT_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Iterable
 
     from starlette.requests import Request
     from starlette.types import Scope
@@ -40,6 +40,12 @@ MAX_DISCARDED_BYTES = 64 << 20
 MAX_VALUES = 1_250_000
 MAX_PARTS = 1 << 17
 _BLOCK = 1 << 20
+# A list or an object takes as long to be parsed and validated as so many bytes that are none, and a
+# prompt takes as long to be prepared as tokenizing so many bytes of text.
+_PART_BYTES = 32
+_PROMPT_BYTES = 32
+# A character that is not ASCII takes as long to be tokenized as so many that are.
+_OTHER_CHARACTER_BYTES = 3
 
 
 class Counts(NamedTuple):
@@ -74,6 +80,16 @@ def count_json(data: bytes) -> Counts:
     return Counts(values, openings + quotes // 2)
 
 
+def text_size(prompts: Iterable[str | list[int]]) -> int:
+    """Bytes of text that take as long to be tokenized as these prompts to be prepared."""
+    size = 0
+    for prompt in prompts:
+        size += _PROMPT_BYTES
+        if isinstance(prompt, str):
+            size += len(prompt) * (1 if prompt.isascii() else _OTHER_CHARACTER_BYTES)
+    return size
+
+
 class Body:
     """One request's body until it is parsed, and the work on what it asked for."""
 
@@ -82,12 +98,22 @@ class Body:
         self._size = len(data)
         self._background = background
 
-    async def run(self, function: Callable[..., T], *args: object, size: int = 0) -> T:
-        """Call ``function(*args)``, on another thread if the body is large.
+    async def run(self, function: Callable[..., T], *args: object) -> T:
+        """Call ``function(*args)``, which tokenizes nothing, on another thread if the body is
+        large."""
+        return await self._background.run(self._size, function, *args)
 
-        ``size``: bytes that the function works on, where they are more than the body's.
+    async def tokenize(
+        self, function: Callable[..., T], *args: object, text: int | None = None
+    ) -> T:
+        """Call ``function(*args)``, which tokenizes, on another thread unless it is a short text.
+
+        ``text``: bytes of text, see :func:`text_size`; without it as many as the body has.
         """
-        return await self._background.run(max(self._size, size), function, *args)
+        text = self._size if text is None else text
+        if text <= INLINE_TEXT_BYTES and self._size <= INLINE_BYTES:
+            return function(*args)
+        return await self._background.run_on_thread(max(self._size, text), function, *args)
 
     async def read(self, model: type[Model]) -> Model:
         """Parse and validate the body, on another thread if it is large.
@@ -97,7 +123,11 @@ class Body:
         Raises InvalidRequestError.
         """
         data, self._data = self._data, b""
-        return await self.run(_parse, data, model)
+        # A large body goes to a thread whatever it holds.
+        small = len(data) <= INLINE_BYTES
+        parts = data.count(b"[") + data.count(b"{") if small else 0
+        size = len(data) + _PART_BYTES * parts
+        return await self._background.run(size, _parse, data, model)
 
 
 def _parse(data: bytes, model: type[Model]) -> Model:

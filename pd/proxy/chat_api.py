@@ -38,7 +38,7 @@ class ChatAPI:
         names = names_of(asked, request, "chatcmpl-")
         model = await self._service.model(asked.model)
         self._service.admit(1)
-        spec, plan = await body_of(request.scope).run(_prepare, asked, names.rid, model)
+        spec, plan = await body_of(request.scope).tokenize(_prepare, asked, names.rid, model)
         owner = caller_of(request.scope).owner
         job = Job(names.rid, ENDPOINT, owner=owner, is_named=names.is_given, streaming=asked.stream)
         job.grammar_fields = plan.grammar_fields

@@ -15,7 +15,7 @@ import numpy as np
 from pd.core.errors import InvalidRequestError
 from pd.proxy import logprobs
 from pd.proxy.access import caller_of
-from pd.proxy.bodies import MAX_BODY_BYTES, body_of
+from pd.proxy.bodies import MAX_BODY_BYTES, body_of, text_size
 from pd.proxy.choices import (
     OptionLogprobs,
     best,
@@ -84,12 +84,13 @@ async def choose(
     """Answer a request that has ``choices``. Raises InvalidRequestError."""
     choices = asked.choices or []
     ((prompt,), _) = split_prompts(asked.prompts)
-    size = _num_characters(prompt, choices)
+    _check_characters(prompt, choices)
     model = await service.model(asked.model)
     service.admit(len(choices) * (2 if needs_unconditional(asked.choices_method) else 1))
     names = names_of(asked, request, "")
     body = body_of(request.scope)
-    prepared = await body.run(_prepare, asked, prompt, names.rid, model, size=size)
+    text = text_size([prompt] * len(choices)) + text_size(choices)
+    prepared = await body.tokenize(_prepare, asked, prompt, names.rid, model, text=text)
     job = Job(
         names.rid,
         endpoint,
@@ -102,9 +103,9 @@ async def choose(
     return service.respond(job, prepared.specs, renderer, asked.timeout)
 
 
-def _num_characters(prompt: str | list[int], choices: list[str | list[int]]) -> int:
-    """Characters of all options with the prompt before each. Raises InvalidRequestError for more
-    than a batch of such prompts could have."""
+def _check_characters(prompt: str | list[int], choices: list[str | list[int]]) -> None:
+    """Raises InvalidRequestError for options that have more characters, with the prompt before
+    each, than a batch of such prompts could have."""
     total = sum(map(len, choices)) + len(prompt) * len(choices)
     if total > MAX_CHARACTERS:
         raise InvalidRequestError(
@@ -112,7 +113,6 @@ def _num_characters(prompt: str | list[int], choices: list[str | list[int]]) -> 
             f"ids; at most {MAX_CHARACTERS} are taken at once, so give fewer choices",
             param="choices",
         )
-    return total
 
 
 def _prepare(

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from pd.proxy import logprobs, openai_common
 from pd.proxy.access import caller_of
-from pd.proxy.bodies import body_of
+from pd.proxy.bodies import body_of, text_size
 from pd.proxy.fields import split_prompts
 from pd.proxy.generation import Spec
 from pd.proxy.grammar_fields import RESPONSE_FORMAT
@@ -41,7 +41,9 @@ class CompletionsAPI:
         prompts, _ = split_prompts(asked.prompt)
         self._service.admit(len(prompts))
         body = body_of(request.scope)
-        specs, echoed = await body.run(_prepare, asked, names.rid, prompts, model)
+        specs, echoed = await body.tokenize(
+            _prepare, asked, names.rid, prompts, model, text=text_size(prompts)
+        )
         owner = caller_of(request.scope).owner
         job = Job(names.rid, ENDPOINT, owner=owner, is_named=names.is_given, streaming=asked.stream)
         job.grammar_fields = RESPONSE_FORMAT

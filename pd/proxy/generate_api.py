@@ -11,7 +11,7 @@ from starlette.responses import Response
 from pd.core.errors import InvalidRequestError
 from pd.proxy import logprobs
 from pd.proxy.access import caller_of
-from pd.proxy.bodies import body_of
+from pd.proxy.bodies import body_of, text_size
 from pd.proxy.choices_api import choose
 from pd.proxy.fields import split_prompts
 from pd.proxy.generation import Spec
@@ -56,7 +56,9 @@ class GenerateAPI:
         names = _names_of_prompts(asked, whole, len(values), is_batch=is_batch)
         each = zip(values, names, asked.options(len(values)), strict=True)
         prompts = [_Prompt(*prompt) for prompt in each]
-        specs = await body_of(request.scope).run(_prepare, asked, prompts, model)
+        specs = await body_of(request.scope).tokenize(
+            _prepare, asked, prompts, model, text=text_size(values)
+        )
         job = Job(
             whole.rid,
             ENDPOINT,

@@ -31,7 +31,7 @@ class TokensAPI:
     async def tokenize(self, request: Request, asked: TokenizeRequest) -> Response:
         """Token ids of a text, or of a chat as the model's template renders it."""
         model = await self._service.model(asked.model)
-        return await body_of(request.scope).run(_tokenize, asked, model)
+        return await body_of(request.scope).tokenize(_tokenize, asked, model)
 
     async def detokenize(self, request: Request, asked: DetokenizeRequest) -> Response:
         """The text of token ids."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import threading
@@ -14,7 +15,8 @@ from fake_node import wait_until
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd.proxy.bodies import count_json
+from pd.proxy.background import INLINE_TEXT_BYTES, Background
+from pd.proxy.bodies import Body, count_json, text_size
 from pd.proxy.request_model import RequestModel
 
 if TYPE_CHECKING:
@@ -57,6 +59,49 @@ def test_blocks_are_counted_as_one_text(monkeypatch: pytest.MonkeyPatch) -> None
     for block in range(1, len(data) + 1):
         monkeypatch.setattr("pd.proxy.bodies._BLOCK", block)
         assert count_json(data) == (commas(value), parts(value))
+
+
+def runs_at_once(body: bytes, *, text: int | None = None, parse: bool = False) -> bool:
+    """Whether work on a body is done on the event loop's thread."""
+    threads: list[int] = []
+
+    class Model(RequestModel):
+        @classmethod
+        def parse(cls, body: bytes) -> Model:
+            threads.append(threading.get_ident())
+            return cls()
+
+    async def work() -> None:
+        background = Background()
+        if parse:
+            await Body(body, background).read(Model)
+        else:
+            await Body(body, background).tokenize(Model.parse, b"", text=text)
+        background.close()
+
+    asyncio.run(work())
+    return threads == [threading.get_ident()]
+
+
+def test_what_is_tokenized_on_the_loop_is_short() -> None:
+    body = b"x" * 6000
+    ids: list[str | list[int]] = [[7] * 1000]
+    short: list[str | list[int]] = ["a" * (INLINE_TEXT_BYTES // 2)]
+    assert runs_at_once(body, text=text_size(ids))
+    assert runs_at_once(body, text=text_size(short))
+    assert not runs_at_once(body, text=text_size(short * 2))
+    assert not runs_at_once(body, text=text_size(["漢" * (INLINE_TEXT_BYTES // 2)]))
+    assert not runs_at_once(body, text=text_size(["a"] * 100))
+    assert not runs_at_once(body)
+    assert not runs_at_once(body * 2, text=text_size(ids))
+    assert runs_at_once(b"x" * INLINE_TEXT_BYTES)
+
+
+def test_what_is_parsed_on_the_loop_is_small() -> None:
+    assert runs_at_once(b'{"prompt":"%b"}' % (b"a" * 8000), parse=True)
+    assert runs_at_once(b'{"prompt":[%b1]}' % (b"12," * 2600), parse=True)
+    assert not runs_at_once(b'{"prompt":[%b[1]]}' % (b"[1]," * 1000), parse=True)
+    assert not runs_at_once(b'{"prompt":"%b"}' % (b"a" * 9000), parse=True)
 
 
 def many(item: str, count: int) -> bytes:
