@@ -28,11 +28,24 @@ IMBALANCE_REQUESTS = 4
 IMBALANCE_SHARE = 1.25
 
 
-class Prompt(NamedTuple):
-    """The properties of a prompt by which routing chooses."""
-
+class _Properties(NamedTuple):
     token_ids: IntArray
     namespace: str
+    data: bytes
+
+
+class Prompt(_Properties):
+    """The properties of a prompt by which routing chooses.
+
+    Attributes:
+        data: memory of the token ids, in which the prefixes of every node are looked for. It is
+            copied once, since a long prompt has some hundred kilobytes.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, token_ids: IntArray, namespace: str) -> Prompt:
+        return super().__new__(cls, token_ids, namespace, token_ids.tobytes())
 
 
 class RouteChoice(NamedTuple):
@@ -132,7 +145,7 @@ class CacheAware:
         if worker.tree is None and worker.info is not None:
             worker.tree = PrefixTree(worker.info.page_size, worker.info.pool_tokens)
         if worker.tree is not None:
-            worker.tree.insert(prompt.token_ids, prompt.namespace)
+            worker.tree.insert(*prompt)
 
 
 class _Matched(NamedTuple):

@@ -32,11 +32,13 @@ class PrefixTree:
     def num_tokens(self) -> int:
         return self._cache.evictable_pages * self._page_size
 
-    def match(self, tokens: IntArray, namespace: str) -> int:
-        """Leading tokens that the node presumably holds, in whole pages."""
-        return self._cache.peek(tokens, namespace)
+    def match(self, tokens: IntArray, namespace: str, data: bytes | None = None) -> int:
+        """Leading tokens that the node presumably holds, in whole pages. ``data``: the memory of
+        ``tokens``, from callers that ask several nodes."""
+        return self._cache.peek_memory(tokens.tobytes() if data is None else data, namespace)
 
-    def insert(self, tokens: IntArray, namespace: str) -> None:
+    def insert(self, tokens: IntArray, namespace: str, data: bytes | None = None) -> None:
+        """The node is about to hold these tokens. ``data``: see :meth:`match`; not needed here."""
         num_pages = min(len(tokens) // self._page_size, self._max_pages)
         pages = np.zeros(num_pages, dtype=np.int32)  # page ids mean nothing here
         self._cache.insert(tokens[: num_pages * self._page_size], pages, namespace)

@@ -61,9 +61,10 @@ class ReportedPrefixes:
             self._expected.pop(page, None)
         self.number = events.number
 
-    def match(self, tokens: IntArray, namespace: str) -> int:
-        """Leading tokens that the node has, or is about to have, in whole pages."""
-        pages = self._pages(tokens, namespace)
+    def match(self, tokens: IntArray, namespace: str, data: bytes | None = None) -> int:
+        """Leading tokens that the node has, or is about to have, in whole pages. ``data``: the
+        memory of ``tokens``, from callers that ask several nodes."""
+        pages = self._pages(tokens, namespace, data)
         self._forget_old()
         # A page is removed before those that lead to it, so what is held has no gaps.
         low, high = 0, len(pages)
@@ -76,17 +77,19 @@ class ReportedPrefixes:
                 high = middle - 1
         return low * self._page_size
 
-    def insert(self, tokens: IntArray, namespace: str) -> None:
-        """A prompt was sent there, or an answer was generated there."""
+    def insert(self, tokens: IntArray, namespace: str, data: bytes | None = None) -> None:
+        """A prompt was sent there, or an answer was generated there. ``data``: the memory of
+        ``tokens``."""
         now = time.monotonic()
-        for page in self._pages(tokens, namespace)[: self._max_pages]:
+        for page in self._pages(tokens, namespace, data)[: self._max_pages]:
             if page not in self._held:
                 self._expected.pop(page, None)  # so that the oldest stay first
                 self._expected[page] = now
         self._forget_old()
 
-    def _pages(self, tokens: IntArray, namespace: str) -> tuple[int, ...]:
-        return prompt_hashes(tokens.tobytes(), namespace, self._page_size)
+    def _pages(self, tokens: IntArray, namespace: str, data: bytes | None) -> tuple[int, ...]:
+        data = tokens.tobytes() if data is None else data
+        return prompt_hashes(data, namespace, self._page_size)
 
     def _forget_old(self) -> None:
         limit = time.monotonic() - _EXPECTED_SECONDS

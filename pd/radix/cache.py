@@ -130,7 +130,15 @@ class RadixCache:
 
     def peek(self, tokens: IntArray, namespace: str = "", *, max_tokens: int | None = None) -> int:
         """Count the tokens that ``match`` would find, in whole pages, without any effect."""
-        _, matched, _ = self._walk(self._key(tokens, max_tokens), namespace)
+        return self.peek_memory(self._key(tokens, max_tokens), namespace)
+
+    def peek_memory(self, data: bytes, namespace: str = "") -> int:
+        """Do as :meth:`peek` does; a caller that asks several caches copies the tokens once.
+
+        Args:
+            data: the memory of int32 tokens.
+        """
+        _, matched, _ = self._walk(data, namespace)
         return matched // _INT32.itemsize
 
     def path(self, tokens: IntArray, namespace: str = "") -> list[TreeNode]:
@@ -264,13 +272,14 @@ class RadixCache:
         return tokens[: length - length % self.page_size].tobytes()
 
     def _walk(self, data: bytes, namespace: str) -> tuple[list[TreeNode], int, int]:
-        """Follow ``data`` down from the root.
+        """Follow the whole pages of ``data`` down from the root.
 
         Returns the nodes on the path (without the root), the number of bytes of ``data`` that they
         match, and how many of these lie in the last node if that matches only partly (else 0).
         """
         path: list[TreeNode] = []
-        position, end, page_bytes = 0, len(data), self._page_bytes
+        position, page_bytes = 0, self._page_bytes
+        end = len(data) - len(data) % page_bytes
         edge: Edge = (namespace, data[:page_bytes])
         children = self._root.children
         while position < end:
@@ -279,6 +288,7 @@ class RadixCache:
                 break
             path.append(node)
             key = node.key
+            # No key ends within a page, so none that matches reaches beyond the whole pages.
             if not data.startswith(key, position):
                 partial = self._common_bytes(key, data, position)
                 return path, position + partial, partial

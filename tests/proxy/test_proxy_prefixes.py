@@ -10,6 +10,8 @@ import pytest
 from predicted_prefixes import PAGE, ReportingCache, events, predict, tokens
 
 from pd.core.messages import PREFIXES_UNKNOWN, PrefixEvents
+from pd.proxy.policies import Prompt
+from pd.proxy.prefix_tree import PrefixTree
 from pd.proxy.reported_prefixes import ReportedPrefixes
 
 
@@ -24,6 +26,15 @@ def test_a_report_tells_what_is_cached_of_a_prompt() -> None:
     assert known.match(tokens(*range(8), 99, *range(9, 20)), "salt") == 8
     assert known.match(tokens(*range(20)), "") == 0, "tenants' salts are in the hashes"
     assert known.num_tokens == 20
+
+
+@pytest.mark.parametrize("length", [16, 17, 18, 19, 20, 21])
+def test_prompts_are_matched_by_memory_that_is_made_once(length: int) -> None:
+    prompt = Prompt(tokens(*range(length)), "salt")
+    for known in (ReportedPrefixes(PAGE, 100), PrefixTree(PAGE, 400)):
+        known.insert(tokens(*range(20)), "salt")
+        assert known.match(*prompt) == known.match(prompt.token_ids, "salt") == length // 4 * 4
+        assert known.match(*Prompt(prompt.token_ids[1:], "salt")) == 0
 
 
 def test_what_was_just_sent_counts_until_it_is_reported_or_evicted() -> None:

@@ -126,6 +126,8 @@ class Rehearsal:
         usable = tokens if max_tokens is None else tokens[: max(max_tokens, 0)]
         expected = len(self.model.cached(namespace, usable)) * self.model.page_size
         assert self.cache.peek(as_array(tokens), namespace, max_tokens=max_tokens) == expected
+        if max_tokens is None:
+            assert self.cache.peek_memory(as_array(tokens).tobytes(), namespace) == expected
         self.compare()
 
     def insert(self, namespace: str, tokens: tuple[int, ...], priority: int) -> InsertResult:
