@@ -1,5 +1,6 @@
-"""A proxy under load for minutes: 200 connections, requests of all kinds, clients that leave and
-clients that hardly read. Its memory stays flat, and no request is left.
+"""A proxy under load for minutes: 200 connections, requests of all kinds, clients that leave,
+clients that hardly read, and clients that read nothing until the proxy cuts them. Its memory stays
+flat, and no request is left.
 
 ``PD_TEST_SOAK_SECONDS`` says for how long (600).
 """
@@ -10,6 +11,7 @@ import asyncio
 import json
 import os
 import random
+import socket
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 SECONDS = float(os.environ.get("PD_TEST_SOAK_SECONDS", "600"))
 CONNECTIONS = 200
+# Those of them that read nothing, and for how long: four times as long as it takes to be cut.
+DEAF_CONNECTIONS, DEAF_SECONDS = 8, 140.0
 STEP_SECONDS = 0.02
 # A client's own patience: far more than any of its requests takes.
 PATIENCE = 120.0
@@ -73,6 +77,23 @@ class Client:
             async with asyncio.timeout(PATIENCE):
                 await kind()
             self.done[kind.__name__] = self.done.get(kind.__name__, 0) + 1
+
+    async def read_nothing(self, until: float) -> None:
+        """Streams that the proxy cuts when the kernel's buffers and what it holds itself are full.
+        The client cannot see that before it has read what is in the buffers."""
+        # Every event has the name, so that half a megabyte of buffers is full after 500 tokens.
+        fields = {"prompt": [9] * 20, "max_tokens": 100_000, "stream": True, "ignore_eos": True}
+        while not self.done or time.monotonic() + DEAF_SECONDS < until:
+            rid = f"deaf-{self._number}-{self._rng.random()}-{'🐢' * 200}"
+            with socket.socket() as connection:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                connection.setblocking(False)
+                loop = asyncio.get_running_loop()
+                await loop.sock_connect(connection, (self._host, self._port))
+                request = self.request("/v1/completions", fields | {"rid": rid})
+                await loop.sock_sendall(connection, request)
+                await asyncio.sleep(DEAF_SECONDS)
+            self.done["read_nothing"] = self.done.get("read_nothing", 0) + 1
 
     async def whole(self) -> None:
         """An answer that is not streamed, in either API."""
@@ -134,13 +155,17 @@ class Client:
         self, path: str, **body: Any
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         reader, writer = await asyncio.open_connection(self._host, self._port, limit=1 << 12)
+        writer.write(self.request(path, body))
+        return reader, writer
+
+    def request(self, path: str, body: dict[str, Any]) -> bytes:
+        """A request as it goes over the wire."""
         content = json.dumps(body).encode()
         head = (
             f"POST {path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nConnection: close\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
         )
-        writer.write(head.encode() + content)
-        return reader, writer
+        return head.encode() + content
 
     async def post(self, path: str, **body: Any) -> tuple[int, bytes]:
         """Status and body, as it came."""
@@ -175,7 +200,10 @@ def test_memory_is_flat_and_no_request_is_stuck(seed: int) -> None:
             ]
             watcher = asyncio.create_task(watch())
             until = time.monotonic() + SECONDS
-            await asyncio.gather(*(client.run(until) for client in clients))
+            await asyncio.gather(
+                *(client.read_nothing(until) for client in clients[:DEAF_CONNECTIONS]),
+                *(client.run(until) for client in clients[DEAF_CONNECTIONS:]),
+            )
             watcher.cancel()
             return clients
 
@@ -194,5 +222,6 @@ def test_memory_is_flat_and_no_request_is_stuck(seed: int) -> None:
             left = f"{running:g} requests and {more} descriptors are left"
             assert time.monotonic() < deadline, left
             time.sleep(0.1)
-        assert len(kinds) == 6
+        assert len(kinds) == 7
+        assert metric(proxy, 'pd_proxy_aborts_total{reason="slow_reader"}') > 0
         assert after - before < MAX_GROWTH_BYTES
