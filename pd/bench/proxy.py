@@ -3,8 +3,7 @@
 The proxy is a process of its own, started as `pd-launch proxy`; so are its nodes, which have no
 model, and its clients. Processor time is that of all the proxy's threads, as the kernel counts it.
 
-`request`: prompts of 16 token ids that are answered with one token and not streamed, 8 at a time;
-their rate is that of the node's steps.
+`request`: prompts of 16 token ids that are answered with one token and not streamed, 8 at a time.
 `stream`: `--streams` streams get a token every `--step` milliseconds; each token is detokenized,
 searched for a stop string and sent as an event of its own. Processor time counts from when all have
 begun, since `request` says what beginning costs. `added` is the time from when a node sent a token
