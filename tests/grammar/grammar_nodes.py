@@ -108,7 +108,7 @@ def answers(cluster: Cluster, aborting: random.Random | None = None) -> Answers:
 
 
 def tokens_of(requests: Iterable[Pending]) -> list[list[int]]:
-    """Of all choices."""
+    """Return the tokens of all choices, one list each."""
     return [tokens for pending in requests for tokens in pending.result()]
 
 

@@ -1,11 +1,11 @@
 """Tests of the proxy once more with two processes behind its port. They are those that look at it
 from outside only: a test that patches the proxy, or looks into it, has it in its own process.
 
-Of the other files, those on routing, bodies, workers, heartbeats, moves, writing, batches,
-failover, hand-offs and failing nodes do so in most of their tests, or count on all requests being
-one process's, which alone notes how many failed at a node.
+The files on routing, bodies, workers, heartbeats, moves, writing, batches, failover, hand-offs and
+failing nodes look into it in most of their tests, or count on all requests being one process's,
+which alone notes how many failed at a node.
 ``test_proxy_admin`` starts processes by itself and patches how long a health check takes;
-``test_proxy_processes`` has what administration is with several. The rest test parts of the proxy
+``test_proxy_processes`` tests administration with several. The other files test parts of the proxy
 without a server.
 """
 

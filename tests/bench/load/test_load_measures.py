@@ -212,7 +212,7 @@ p95_e2e_latency_ms p99_e2e_latency_ms mean_ttft_ms median_ttft_ms std_ttft_ms p9
 p95_ttft_ms p99_ttft_ms mean_tpot_ms median_tpot_ms std_tpot_ms p90_tpot_ms p95_tpot_ms
 p99_tpot_ms mean_itl_ms median_itl_ms std_itl_ms p90_itl_ms p95_itl_ms p99_itl_ms concurrency
 accept_length max_output_tokens_per_s max_concurrent_requests"""
-# Of an older version of SGLang's.
+# An older version of SGLang's benchmark wrote these.
 SGLANG_OLDER_KEYS = "max_itl_ms"
 DETAILS = """input_lens output_lens ttfts itls latencies start_times queue_times generated_texts
 errors"""
