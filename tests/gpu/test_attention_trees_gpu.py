@@ -75,6 +75,9 @@ def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@pytest.mark.parametrize(
+    "name", ["triton", *(pytest.param(n, marks=needs_flashinfer) for n in ("auto", "flashinfer"))]
+)
 @over_shapes
 def test_verify_graphs_follow_their_plans(
     name: str, shape: tuple, random: np.random.Generator

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,12 +36,13 @@ from pd.kernels.attention.flashinfer_graphs import (
 )
 from pd.kernels.attention.page_tables import PageTables
 from pd.kernels.attention.trees import branching
+from pd.kernels.attention.triton_backend import TritonAttention
 from pd.kernels.staging import GraphMemory, PinnedStaging
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from pd.kernels.attention.base import BoolArray
+    from pd.kernels.attention.base import BoolArray, VerifyAttention
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +61,8 @@ class FlashInferAttention(AttentionBackend):
     unless the pages are adjacent: fa3 loads contiguous rows by the tensor memory accelerator,
     faster than it finds pages one by one. Gathering costs a hundredth of the attention of a chunk
     of 8,192 tokens, an eighth of that of 512. Sequences for which a step has no memory left to
-    gather go through fa2.
+    gather go through fa2. Graphs of steps with drafts are of our Triton kernels, since FlashInfer's
+    plans of trees cannot be replayed.
 
     FlashInfer's own plan is copied from one pinned buffer per wrapper: the next plan waits for the
     copy of the last, which is over soon after the step before it began. Its other inputs are in
@@ -153,6 +156,15 @@ class FlashInferAttention(AttentionBackend):
 
     def chunk_graph(self, tokens: int, max_context: int) -> ChunkAttention:
         return FlashInferChunk(self, tokens, max_context)
+
+    def verify_graph(self, rows: int, max_context: int) -> VerifyAttention:
+        return self._verifying.verify_graph(rows, max_context)
+
+    @cached_property
+    def _verifying(self) -> TritonAttention:
+        """Our Triton kernels over the same pool, made where there are drafts."""
+        num_heads, _, _ = self.heads
+        return TritonAttention(self.pool, num_heads)
 
     def _tree_prefill(self) -> _Trees:
         if self._trees is None:
