@@ -7,6 +7,7 @@ are over.
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -68,6 +69,10 @@ class DeviceTimer:
         self._events: list[torch.cuda.Event] = []
         self._mark()
 
+    def split(self) -> None:
+        """End a part of what is measured; the next begins."""
+        self._mark()
+
     def stop(self) -> None:
         """End what is measured."""
         self._mark()
@@ -80,11 +85,17 @@ class DeviceTimer:
 
     @property
     def measures(self) -> bool:
-        """Whether :meth:`seconds` may be called after :meth:`stop`."""
+        """Whether :meth:`seconds` and :meth:`parts` may be called after :meth:`stop`."""
         return bool(self._events)
 
     def seconds(self) -> float:
         """Wait for the end, and return the time."""
-        begin, end = self._events
+        begin, *_, end = self._events
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3
+
+    def parts(self) -> list[float]:
+        """Wait for the end, and return the time of each part; they add up to all of it."""
+        self._events[-1].synchronize()
+        pairs = itertools.pairwise(self._events)
+        return [float(begin.elapsed_time(end)) / 1e3 for begin, end in pairs]

@@ -84,6 +84,8 @@ class StepLoop(threading.Thread):
         self._to_launch = [0.0, 0.0]
         # The last step, if the device tells how long it took.
         self._timed: tuple[StepShape, DeviceTimer] | None = None
+        # That of the last step with drafts.
+        self._timed_drafts: DeviceTimer | None = None
         # When the launch of the step behind the one to be accounted for began, if there is one.
         self._next_began: float | None = None
         self._watch = StepWatch()
@@ -300,8 +302,7 @@ class StepLoop(threading.Thread):
         self._core.metrics.steps.inc()
         self._watch.observe(step.began, time.monotonic(), shape_of(step.works))
         if any(work.draft is not None for work in step.works):
-            took = time.monotonic() - step.began - step.draft_seconds
-            self._core.metrics.speculation.observe_step(step.draft_seconds, took)
+            self._observe_drafts(step)
         with self._events.event():
             if self._broken:  # the pool need not hold the step's result
                 self._forget(step.works)
@@ -329,6 +330,19 @@ class StepLoop(threading.Thread):
             with self._events.lock:
                 error = self._scheduler.observe(shape, taken)
             self._core.metrics.step_errors.observe(abs(error))
+
+    def _observe_drafts(self, step: LaunchedStep) -> None:
+        """Count the time of a step with drafts. The device tells it one such step later, since what
+        is drafted behind a step may not be over yet."""
+        speculation = self._core.metrics.speculation
+        if not step.timer.measures:
+            took = time.monotonic() - step.began - step.draft_seconds
+            speculation.observe_step(step.draft_seconds, took)
+            return
+        timed, self._timed_drafts = self._timed_drafts, step.timer
+        if timed is not None:
+            before, verified, behind = timed.parts()
+            speculation.observe_step(before + behind, verified)
 
     def _observe_pace(self, works: list[Work]) -> None:
         """Tell what chooses draft lengths how long it is since the last step was accounted for."""

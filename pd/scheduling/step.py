@@ -152,8 +152,9 @@ class LaunchedStep:
         drafted: the step's drafted tokens that the host does not have, and their copies.
         prompt_logprobs: log probabilities of works that want them.
         began: monotonic time at which drafting began, or else the launch.
-        draft_seconds: how long drafting took.
-        timer: of the device's work, with what is drafted behind the step.
+        draft_seconds: how long the host drafted, before the step and behind it.
+        timer: of the device's work. With a drafter it has three parts: what is drafted for the
+            step, the step, and what is drafted behind it.
     """
 
     works: list[Work]
@@ -264,6 +265,7 @@ def launch(
         _begin(drafter, works)
         if drafts:
             _draft(drafter, works)
+        timer.split()
     draft_seconds = time.monotonic() - began
     known = _DeviceTokens(previous, works)
     items = [known.item(work) for work in works]
@@ -308,8 +310,11 @@ def launch(
     samples = sampler.launch(logits, prepared, masks)
     drafted = drafted or known.copies()
     if drafter is not None:
+        behind = time.monotonic()
+        timer.split()
         firsts = [0 if work.draft is None else known.place(work.draft) for work in works]
         _follow(drafter, StepOnDevice(works, roots, samples.tokens, known.drafts, firsts))
+        draft_seconds += time.monotonic() - behind
     copies = known.missing, drafted
     timer.stop()
     return LaunchedStep(works, samples, copies, prompt_logprobs, began, draft_seconds, timer)

@@ -31,3 +31,14 @@ def test_a_timer_counts_from_when_the_work_before_is_done() -> None:
     assert 0.001 < first < 0.2
     assert second == pytest.approx(4 * first, rel=0.3)
     assert third == pytest.approx(first, rel=0.3)
+
+
+def test_parts_add_up_to_all_of_it() -> None:
+    timer = DeviceTimer(torch.device("cuda", torch.cuda.current_device()))
+    torch.cuda._sleep(CYCLES)
+    timer.split()
+    torch.cuda._sleep(3 * CYCLES)
+    timer.stop()
+    first, second = timer.parts()
+    assert second == pytest.approx(3 * first, rel=0.3)
+    assert first + second == pytest.approx(timer.seconds(), rel=0.01)

@@ -15,6 +15,7 @@ from tiny import VOCAB_SIZE, tiny_cluster, tiny_model
 from pd.core.config import NodeConfig
 from pd.core.errors import UsageError
 from pd.launch import NodeServer
+from pd.scheduling import step
 from pd.speculative import draft_model
 
 if TYPE_CHECKING:
@@ -69,6 +70,37 @@ def test_a_model_that_drafts_for_itself_is_always_right(kind: str, params: dict[
         assert 0 < steps <= drafts
         for part in ("draft", "verify"):
             assert counter(decoding, "pd_speculative_step_seconds_total", part=part) > 0
+
+
+def test_drafting_is_timed_by_the_devices_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step with drafts later, if the device tells."""
+
+    class Timer:
+        measures = True
+
+        def __init__(self, _: Any) -> None:
+            self.marks = 0
+
+        def split(self) -> None:
+            self.marks += 1
+
+        stop = split
+
+        def parts(self) -> list[float]:
+            assert self.marks == 3
+            return [1.0, 20.0, 300.0]
+
+    monkeypatch.setattr(step, "DeviceTimer", Timer)
+    with speculating(unified=1) as cluster:
+        (node,) = cluster.nodes
+        for prompt in PROMPTS:
+            cluster.client.generate(prompt, [node], max_tokens=9).result()
+        cluster.wait_idle()
+        steps = counter(node, "pd_speculative_steps_total")
+        assert steps == counter(node, "pd_speculative_drafts_total") - 1 > 0
+        for part, seconds in (("draft", 301.0), ("verify", 20.0)):
+            found = counter(node, "pd_speculative_step_seconds_total", part=part)
+            assert found == seconds * steps
 
 
 def test_a_prompt_is_computed_before_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
