@@ -12,12 +12,13 @@ import pytest
 from cluster import random_prompts
 from raw_peer import proxy_of
 from requests_for_tests import make_generate
-from tiny import VOCAB_SIZE, tiny_cluster, tiny_node
+from tiny import VOCAB_SIZE, tiny_cluster, tiny_head, tiny_model, tiny_node
 
 from pd.core.messages import Failed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from cluster import Cluster, Pending
 
@@ -43,18 +44,28 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 # Tokens that were output before: one, some, all but one; with a page's end and beside it.
 CUTS = (1, 3, 11, TOKENS - 1)
-SPECULATION = {"speculative_algorithm": "ngram", "speculative_adaptive": "off"}
+NGRAM = {"speculative_algorithm": "ngram", "speculative_adaptive": "off"}
+# Drafts that are the model's own tokens, and trees of random ones.
+DRAFT_MODEL = NGRAM | {"speculative_algorithm": "draft"}
+TREES = NGRAM | {
+    "speculative_algorithm": "eagle",
+    "speculative_num_draft_tokens": 7,
+    "speculative_topk": 3,
+}
+DRAFT_MODELS: dict[str, Callable[[], Path]] = {"draft": tiny_model, "eagle": tiny_head}
 DEPLOYMENTS: dict[str, dict[str, Any]] = {
     "pair": {"prefill": 1, "decode": 1},
     "decode node alone": {"prefill": 0, "decode": 1},
     "unified": {"prefill": 0, "decode": 0, "unified": 1},
     "unified, overlap": {"prefill": 0, "decode": 0, "unified": 1, "overlap_schedule": "on"},
-    "pair, drafts": {"prefill": 1, "decode": 1, **SPECULATION},
+    "pair, n-grams": {"prefill": 1, "decode": 1, **NGRAM},
+    "pair, draft model": {"prefill": 1, "decode": 1, **DRAFT_MODEL},
+    "pair, trees": {"prefill": 1, "decode": 1, **TREES},
     "small chunks": {"prefill": 1, "decode": 1, "chunked_prefill_size": 16},
 }
 
 # In make test-all only.
-LESS_SHARP = ("unified, overlap", "small chunks")
+LESS_SHARP = ("unified, overlap", "pair, draft model", "small chunks")
 
 
 @functools.cache
@@ -78,7 +89,11 @@ def _params(name: str) -> dict[str, Any]:
     ],
 )
 def deployment(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    with tiny_cluster(**DEPLOYMENTS[request.param]) as cluster:
+    settings = dict(DEPLOYMENTS[request.param])
+    make = DRAFT_MODELS.get(settings.get("speculative_algorithm", ""))
+    if make is not None:
+        settings["speculative_draft_model"] = make()
+    with tiny_cluster(**settings) as cluster:
         yield cluster
 
 
