@@ -222,7 +222,7 @@ def elastic_node(core: NodeCore, control: ControlThread, bootstrap_url: str) -> 
 
     def headroom(request: Request) -> int:
         # NOTE: a peer's answer may wait for this prompt, and memory here for that peer.
-        urgent = sending.will_leave(request) and receiving.transfer and not prefill.running
+        urgent = sending.will_leave(request) and receiving.incoming and not prefill.running
         if urgent and not decode.running:
             return 0  # all that would give memory back waits for peers
         if decode.needs_memory and not urgent:
@@ -230,7 +230,7 @@ def elastic_node(core: NodeCore, control: ControlThread, bootstrap_url: str) -> 
         if request.outgoing is None and receiving.owes(request.times.arrived):
             return core.memory.num_pages
         staying = [r.sequence for r in prefill.running if r.outgoing is None]
-        coming = [incoming.request.sequence for incoming in receiving.transfer]
+        coming = [incoming.request.sequence for incoming in receiving.incoming]
         return decode.headroom(request.sequence, [*staying, *coming])
 
     prefill = PrefillScheduler(

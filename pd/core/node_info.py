@@ -1,4 +1,7 @@
-"""Description of a node, published in the handshake, in ``/server_info`` and to proxies."""
+"""Description of a node, published in the handshake.
+
+What clients and proxies read of a node (``/server_info``) is written in :mod:`pd.node.info`.
+"""
 
 from __future__ import annotations
 
@@ -195,7 +198,7 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NodeInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One process's life: a restart makes a new ``instance_id``.
+    """A node as it introduces itself; a restart makes a new ``instance_id``.
 
     Attributes:
         model_id: fingerprint of what determines the KV values (architecture and weights source).

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 class RequestState(Enum):
     """States of a request, on either side of a hand-off. A request only moves forward, except that
-    memory may send it back: a parked prefill waits again for its reservation.
+    memory may send it back: P returns a reservation (P: WAITING to BOOTSTRAPPING, D: RECEIVING to
+    PREALLOCATING), or computes a prompt again whose pages it gave up (SENDING to WAITING).
 
     P is a node that computes the prompt, D one that receives its KV.
     """

@@ -99,9 +99,9 @@ class ReceivingEnd(PromptReceiver):
         self._epochs = itertools.count(secrets.randbits(40) << 20)
         # Epochs of rooms that were committed within the last lease, and when that ends.
         self._recent: dict[bytes, tuple[float, int]] = {}
-        self.transfer: list[IncomingRoom] = []
+        self.incoming: list[IncomingRoom] = []
         self.preallocation = Preallocation(
-            core, decode, self.prefill_peers, sending, owes_memory, self.transfer, self._begin
+            core, decode, self.prefill_peers, sending, owes_memory, self.incoming, self._begin
         )
 
     def register(self, handlers: Handlers) -> None:
@@ -214,7 +214,7 @@ class ReceivingEnd(PromptReceiver):
         request.times.reserved = time.monotonic()
         incoming.send_at = request.times.reserved + self._transfer.reservation_delay()
         incoming.num_bytes = layout.missing_bytes(held, length)
-        self.transfer.append(incoming)
+        self.incoming.append(incoming)
         self._send_reservation(incoming)
 
     def _send_reservation(self, incoming: IncomingRoom) -> None:
@@ -230,16 +230,16 @@ class ReceivingEnd(PromptReceiver):
 
     @property
     def awaits(self) -> bool:
-        return bool(self.transfer)
+        return bool(self.incoming)
 
     @property
     def stalled(self) -> bool:
-        begun = any(incoming.expected_at is not None for incoming in self.transfer)
+        begun = any(incoming.expected_at is not None for incoming in self.incoming)
         return self.awaits and not begun
 
     def expected(self, seconds: float, late: float = math.inf) -> Iterator[Request]:
         now = time.monotonic()
-        for incoming in self.transfer:
+        for incoming in self.incoming:
             expected_at = incoming.expected_at
             if expected_at is not None and now - late <= expected_at < now + seconds:
                 yield incoming.request
@@ -285,7 +285,7 @@ class ReceivingEnd(PromptReceiver):
     def poll(self) -> bool:
         """Move rooms along; True while a commit waits for its last bytes."""
         busy = False
-        for incoming in list(self.transfer):
+        for incoming in list(self.incoming):
             self._send_reservation(incoming)
             with self._contained(incoming.request):
                 busy = self._advance(incoming) or busy
@@ -316,7 +316,7 @@ class ReceivingEnd(PromptReceiver):
     def _commit(self, incoming: IncomingRoom, commit: Commit) -> None:
         """All of the KV is here: the pages become the request's, which is decoded from now on."""
         request = incoming.request
-        self.transfer.remove(incoming)
+        self.incoming.remove(incoming)
         incoming.committed = True
         sequence = request.sequence
         self._memory.commit(sequence)
@@ -365,7 +365,7 @@ class ReceivingEnd(PromptReceiver):
             return
         self._memory.commit(request.sequence)
         self._memory.release(request.sequence)
-        self.transfer.remove(incoming)
+        self.incoming.remove(incoming)
         incoming.receiver = incoming.reservation = incoming.expected_at = None
         incoming.sent, incoming.epoch = False, 0
         request.state = RequestState.PREALLOCATING
@@ -402,8 +402,8 @@ class ReceivingEnd(PromptReceiver):
             return
         if before is RequestState.PREALLOCATING:
             self.preallocation.remove(incoming)
-        if incoming in self.transfer:
-            self.transfer.remove(incoming)
+        if incoming in self.incoming:
+            self.incoming.remove(incoming)
         if incoming.committed:
             return
         error = request.error
@@ -476,11 +476,11 @@ class ReceivingEnd(PromptReceiver):
         return sum(len(incoming.request.prompt) for incoming in self.preallocation)
 
     def queued(self) -> Iterator[Sequence]:
-        waiting = chain(self.preallocation, self.transfer)
+        waiting = chain(self.preallocation, self.incoming)
         return (incoming.request.sequence for incoming in waiting)
 
     def queues(self) -> dict[str, int]:
-        return {"preallocation": len(self.preallocation), "transfer": len(self.transfer)}
+        return {"preallocation": len(self.preallocation), "transfer": len(self.incoming)}
 
     def quarantined_pages(self) -> Iterator[IntArray]:
         for request in self._rooms:

@@ -1,1 +1,1 @@
-"""The process of a node: message sockets, main loop, administration."""
+"""The process of a node: message sockets, step loop, administration."""

@@ -1,4 +1,5 @@
-"""A node: schedulers over one pool, the ends of hand-offs that go with them, and two threads.
+"""A node: schedulers over one pool, the ends of hand-offs that go with them, and
+the two threads that change requests most.
 
 The step loop (:mod:`pd.node.step_loop`) plans a step, computes it without the node's lock, and
 accounts for it. The control thread (:mod:`pd.node.control`) handles messages and time in between,

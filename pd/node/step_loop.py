@@ -1,4 +1,4 @@
-"""The main loop of every node: plan a step, compute it, account for it."""
+"""The step loop, the main loop of every node: plan a step, compute it, account for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One prompt's way through the nodes, and the choices that come back."""
+"""The state of one prompt at the proxy, and the choices that come back."""
 
 from __future__ import annotations
 

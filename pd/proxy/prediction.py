@@ -166,7 +166,7 @@ class Predictor:
     def choose(
         self,
         firsts: Sequence[Worker],
-        seconds: Sequence[Worker],
+        decoders: Sequence[Worker],
         demand: Demand,
         fit: Callable[[Worker, Worker], bool],
     ) -> Predicted | None:
@@ -174,14 +174,14 @@ class Predictor:
 
         Args:
             firsts: nodes that may compute the prompt, all elastic.
-            seconds: nodes that may generate the answer, all elastic; empty if one token is wanted.
+            decoders: nodes that may generate the answer, all elastic; empty if one token is wanted.
             fit: whether KV can travel from the first to the second.
         """
-        if not firsts or any(worker.load.reported is None for worker in (*firsts, *seconds)):
+        if not firsts or any(worker.load.reported is None for worker in (*firsts, *decoders)):
             return None
         ranked = [self._first(worker, demand) for worker in firsts]
-        joined = [self._second(worker, demand) for worker in seconds]
-        if joined and _prompts_are_few((*firsts, *seconds)):
+        joined = [self._second(worker, demand) for worker in decoders]
+        if joined and _prompts_are_few((*firsts, *decoders)):
             fastest = min(joined, key=lambda second: second.step)
             joined = [second.compared_with(fastest) for second in joined]
         joined.sort(key=_by_second)
@@ -198,7 +198,7 @@ class Predictor:
         self,
         present: Predicted,
         firsts: Sequence[Worker],
-        seconds: Sequence[Worker],
+        decoders: Sequence[Worker],
         demand: Demand,
         fit: Callable[[Worker, Worker], bool],
     ) -> Predicted | None:
@@ -208,16 +208,16 @@ class Predictor:
         Args:
             present: the nodes of the request, with the time to the first token as it is expected
                 now.
-            firsts, seconds, fit: see :meth:`choose`; the node that was to compute the prompt is not
-                among the first.
+            firsts, decoders, fit: see :meth:`choose`; the node that was to compute the prompt is
+                not among the first.
         """
-        found = self.choose(firsts, seconds, demand, fit)
+        found = self.choose(firsts, decoders, demand, fit)
         if found is None or present.first.load.reported is None:
             return None
         own = demand.streams if present.decode is present.first else 0
         first = self._first(present.first, demand, present.ttft, own)
         misses, cost = first.misses, first.ttft + first.price
-        if seconds:
+        if decoders:
             misses += self._second(present.decode, demand).misses
         objective = self.ttft_objective(present.first, demand)
         least = max(LEAST_GAIN, min(_GAIN_SECONDS, _GAIN_SHARE * objective))

@@ -202,8 +202,8 @@ class Router:
             for worker in self._firsts(model, demand)
             if worker.elastic and worker is not present.first
         ]
-        seconds = self._seconds(model, demand)
-        return self._predictor.better(present, firsts, seconds, demand, _fit)
+        decoders = self._decoders(model, demand)
+        return self._predictor.better(present, firsts, decoders, demand, _fit)
 
     def _firsts(self, model: str, demand: Demand) -> list[Worker]:
         """Nodes that may compute the prompt."""
@@ -215,7 +215,7 @@ class Router:
             and self._can_start(worker, demand.length, demand.output)
         ]
 
-    def _seconds(self, model: str, demand: Demand) -> list[Worker]:
+    def _decoders(self, model: str, demand: Demand) -> list[Worker]:
         """Nodes that may generate the answer; none if one token is wanted."""
         if demand.output <= 1:
             return []
@@ -237,16 +237,16 @@ class Router:
     ) -> Route | None:
         """The route with the best prediction; None where some node does not report what that
         takes, so that nothing can be said of a choice with it."""
-        seconds = self._seconds(model, demand)
-        if self._predictor is None or not all(worker.elastic for worker in (*firsts, *seconds)):
+        decoders = self._decoders(model, demand)
+        if self._predictor is None or not all(worker.elastic for worker in (*firsts, *decoders)):
             return None
-        firsts, seconds = _without(avoided, firsts), _without(avoided, seconds)
+        firsts, decoders = _without(avoided, firsts), _without(avoided, decoders)
 
         def fit(first: Worker, second: Worker) -> bool:
             travels = (first, second) not in apart and first.hands_off_to(second)
             return travels and _fit(first, second)
 
-        best = self._predictor.choose(firsts, seconds, demand, fit)
+        best = self._predictor.choose(firsts, decoders, demand, fit)
         if best is None:
             return None
         reasons = [(best.first, best.way)]

@@ -85,9 +85,7 @@ class Memory:
         sequence.num_noted = max(sequence.num_noted, sequence.num_computed)
         return sequence.num_computed
 
-    def grow(
-        self, sequence: Sequence, num_tokens: int, state: PageState = PageState.LOCKED
-    ) -> bool:
+    def grow(self, sequence: Sequence, num_tokens: int, state: PageState = PageState.OWNED) -> bool:
         """Make the page table cover ``num_tokens``, evicting as needed; False if impossible."""
         missing = self.pages_for(num_tokens) - len(sequence.pages)
         if missing <= 0:
@@ -96,7 +94,7 @@ class Memory:
             return False
         shortage = missing - self.allocator.count(PageState.FREE)
         if shortage > 0:
-            self.allocator.free(self.radix.evict(shortage), PageState.CACHED)
+            self.allocator.free(self.radix.evict(shortage), PageState.IN_TREE)
         pages = self.allocator.allocate(missing, state)
         sequence.pages = np.concatenate([sequence.pages, pages])
         sequence.owned = np.concatenate([sequence.owned, np.ones(missing, dtype=np.bool_)])
@@ -116,7 +114,7 @@ class Memory:
             priority=sequence.request.priority,
         )
         given = slice(inserted.existing_pages, count)
-        self.allocator.move(sequence.pages[given], PageState.LOCKED, PageState.CACHED)
+        self.allocator.move(sequence.pages[given], PageState.OWNED, PageState.IN_TREE)
         sequence.owned[given] = False
         self.radix.lock(inserted.handle)
         if sequence.handle is not None:
@@ -135,13 +133,13 @@ class Memory:
             sequence.num_noted = stop
 
     def commit(self, sequence: Sequence) -> None:
-        """Reserved pages were filled: from now on they are the sequence's."""
+        """Reserved pages become the sequence's own, filled or not."""
         own = sequence.pages[sequence.owned]
-        self.allocator.move(own, PageState.RESERVED, PageState.LOCKED)
+        self.allocator.move(own, PageState.RESERVED, PageState.OWNED)
 
     def release(self, sequence: Sequence) -> None:
         """Give up all pages of a sequence; what is in the tree stays cached."""
-        self.allocator.free(sequence.pages[sequence.owned], PageState.LOCKED)
+        self.allocator.free(sequence.pages[sequence.owned], PageState.OWNED)
         self._forget(sequence)
 
     def quarantine(self, sequence: Sequence) -> IntArray:
@@ -170,7 +168,7 @@ class Memory:
         if self._ngram_cache is not None:
             self._ngram_cache.clear()
         pages = self.radix.clear()
-        self.allocator.free(pages, PageState.CACHED)
+        self.allocator.free(pages, PageState.IN_TREE)
         return len(pages)
 
     def counts(self) -> dict[str, int]:
@@ -180,7 +178,7 @@ class Memory:
             "total": self.num_pages,
             "free": count(PageState.FREE),
             "cached": self.radix.evictable_pages,
-            "locked": self.radix.locked_pages + count(PageState.LOCKED),
+            "locked": self.radix.locked_pages + count(PageState.OWNED),
             "reserved": count(PageState.RESERVED),
             "quarantined": count(PageState.QUARANTINED),
         }
@@ -190,11 +188,11 @@ class Memory:
         self.allocator.check()
         self.radix.check()
         cached = np.sort(self.radix.pages())
-        assert np.array_equal(cached, self.allocator.pages_in(PageState.CACHED)), "tree differs"
+        assert np.array_equal(cached, self.allocator.pages_in(PageState.IN_TREE)), "tree differs"
         owned = [sequence.pages[sequence.owned] for sequence in sequences]
         held = np.sort(np.concatenate([*owned, np.empty(0, dtype=np.int32)]))
         expected = np.union1d(
-            self.allocator.pages_in(PageState.LOCKED), self.allocator.pages_in(PageState.RESERVED)
+            self.allocator.pages_in(PageState.OWNED), self.allocator.pages_in(PageState.RESERVED)
         )
         assert np.array_equal(held, expected), "sequences hold other pages than the states say"
         waiting = np.sort(np.concatenate([*quarantined, np.empty(0, dtype=np.int32)]))

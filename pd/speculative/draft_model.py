@@ -226,7 +226,7 @@ class ModelDrafter(Drafter):
         if missing > self._allocator.count(PageState.FREE):
             return False
         if missing > 0:
-            pages = self._allocator.allocate(missing, PageState.LOCKED)
+            pages = self._allocator.allocate(missing, PageState.OWNED)
             memory.pages = np.concatenate([memory.pages, pages])
         return True
 
@@ -243,5 +243,5 @@ class ModelDrafter(Drafter):
             self._expected.pop(sequence, None)
             memory = self._memories.pop(sequence, None)
             if memory is not None:
-                self._allocator.free(memory.pages, PageState.LOCKED)
+                self._allocator.free(memory.pages, PageState.OWNED)
         return forgotten

@@ -170,7 +170,7 @@ class Receiver(ABC):
 
 
 class TransferManager(ABC):
-    """One per node: knows the pool and the peers.
+    """One per end of hand-offs: knows the pool and the peers. An elastic node has two.
 
     Attributes:
         patience: extends limits on progress; the node gives it the run delays that peers'

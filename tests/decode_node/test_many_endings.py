@@ -34,7 +34,7 @@ def test_2000_waiting_rooms_that_get_no_receiver_end_one_after_the_other(
     node, receiving = decode.node, decode.node.receiving
     with node.core.events.lock:
         allocator = node.core.memory.allocator
-        hole = allocator.allocate(allocator.count(PageState.FREE), PageState.LOCKED)
+        hole = allocator.allocate(allocator.count(PageState.FREE), PageState.OWNED)
     rooms = [ask(proxy, decode, prefill, PROMPT) for _ in range(ROOMS)]
 
     def all_connected() -> bool:
@@ -44,7 +44,7 @@ def test_2000_waiting_rooms_that_get_no_receiver_end_one_after_the_other(
 
     wait_until(all_connected, 30)
     with node.core.events.lock:
-        allocator.free(hole, PageState.LOCKED)
+        allocator.free(hole, PageState.OWNED)
     failed = [proxy.receive(Failed, 30) for _ in rooms]
     assert {message.room for message in failed} == set(rooms)
     assert {message.error.message for message in failed} == {"no receiver today"}

@@ -302,7 +302,7 @@ def test_a_proxys_abort_reaches_p_until_the_commit(
             decode.node.core.events.lock
         ):  # memory for the second comes only when the first is gone
             taken = decode.node.core.memory.allocator.count(PageState.FREE)
-            hole = decode.node.core.memory.allocator.allocate(taken, PageState.LOCKED)
+            hole = decode.node.core.memory.allocator.allocate(taken, PageState.OWNED)
         room = ask(proxy, decode, prefill, [1] * 40)
         wait_until(lambda: room in decode.node.rooms, 5)
     if stage == "running":
@@ -314,7 +314,7 @@ def test_a_proxys_abort_reaches_p_until_the_commit(
     wait_until(lambda: room not in decode.node.rooms, SOON)
     if stage == "preallocating":
         assert prefill.receive(AbortRoom, SOON).epoch == 0
-        decode.node.core.memory.allocator.free(hole, PageState.LOCKED)
+        decode.node.core.memory.allocator.free(hole, PageState.OWNED)
     elif stage == "receiving":
         assert prefill.receive(AbortRoom, SOON).epoch == reservation.epoch
     else:

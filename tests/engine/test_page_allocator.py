@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pd.engine.page_allocator import PageAllocator, PageState
 
-FREE, CACHED, LOCKED, RESERVED, QUARANTINED = PageState
+FREE, IN_TREE, OWNED, RESERVED, QUARANTINED = PageState
 
 
 def pages(*numbers: int) -> np.ndarray:
@@ -18,15 +18,15 @@ def pages(*numbers: int) -> np.ndarray:
 
 def test_fresh_pages_are_adjacent_and_ascending() -> None:
     allocator = PageAllocator(8)
-    assert allocator.allocate(3, LOCKED).tolist() == [0, 1, 2]
+    assert allocator.allocate(3, OWNED).tolist() == [0, 1, 2]
     assert allocator.allocate(2, RESERVED).tolist() == [3, 4]
 
 
 def test_freed_pages_are_handed_out_again_lowest_first() -> None:
     allocator = PageAllocator(8)
-    allocator.allocate(8, LOCKED)
-    allocator.free(pages(6, 1, 4), LOCKED)
-    assert allocator.allocate(3, LOCKED).tolist() == [1, 4, 6]
+    allocator.allocate(8, OWNED)
+    allocator.free(pages(6, 1, 4), OWNED)
+    assert allocator.allocate(3, OWNED).tolist() == [1, 4, 6]
     allocator.check()
 
 
@@ -39,77 +39,77 @@ def test_freed_pages_are_handed_out_again_lowest_first() -> None:
 )
 def test_many_pages_are_of_few_runs(allocated: list[list[int]]) -> None:
     allocator = PageAllocator(20)
-    allocator.allocate(20, LOCKED)
+    allocator.allocate(20, OWNED)
     for freed in (pages(3), pages(16, 17, 18, 19), pages(7, 8, 9), pages(12)):
-        allocator.free(freed, LOCKED)
+        allocator.free(freed, OWNED)
     for expected in allocated:
-        assert allocator.allocate(len(expected), LOCKED).tolist() == expected
+        assert allocator.allocate(len(expected), OWNED).tolist() == expected
         allocator.check()
 
 
 def test_pages_of_many_short_runs_are_not_put_together() -> None:
     allocator = PageAllocator(100)
-    allocator.allocate(100, LOCKED)
-    allocator.free(np.arange(50, 100, 2, dtype=np.int32), LOCKED)
-    allocator.free(np.arange(0, 50, 2, dtype=np.int32), LOCKED)
-    assert allocator.allocate(9, LOCKED).tolist() == list(range(0, 18, 2))
+    allocator.allocate(100, OWNED)
+    allocator.free(np.arange(50, 100, 2, dtype=np.int32), OWNED)
+    allocator.free(np.arange(0, 50, 2, dtype=np.int32), OWNED)
+    assert allocator.allocate(9, OWNED).tolist() == list(range(0, 18, 2))
     allocator.check()
 
 
 def test_few_pages_of_a_large_pool_are_not_searched_for() -> None:
     allocator = PageAllocator(1000)
-    allocator.allocate(1000, LOCKED)
-    allocator.free(pages(10, 11, 12), LOCKED)
-    allocator.free(pages(1, 3), LOCKED)
-    assert allocator.allocate(3, LOCKED).tolist() == [1, 3, 10]
+    allocator.allocate(1000, OWNED)
+    allocator.free(pages(10, 11, 12), OWNED)
+    allocator.free(pages(1, 3), OWNED)
+    assert allocator.allocate(3, OWNED).tolist() == [1, 3, 10]
 
 
 def test_counts_add_up_in_every_state() -> None:
     allocator = PageAllocator(10)
-    locked, reserved = allocator.allocate(3, LOCKED), allocator.allocate(4, RESERVED)
-    allocator.move(locked[:2], LOCKED, CACHED)
+    owned, reserved = allocator.allocate(3, OWNED), allocator.allocate(4, RESERVED)
+    allocator.move(owned[:2], OWNED, IN_TREE)
     allocator.move(reserved[:1], RESERVED, QUARANTINED)
     assert [allocator.count(state) for state in PageState] == [3, 2, 1, 3, 1]
-    assert allocator.pages_in(CACHED).tolist() == [0, 1]
+    assert allocator.pages_in(IN_TREE).tolist() == [0, 1]
     allocator.check()
 
 
 def test_what_was_allocated_is_the_callers_copy() -> None:
     allocator = PageAllocator(4)
-    allocator.allocate(2, LOCKED)[:] = 3
+    allocator.allocate(2, OWNED)[:] = 3
     allocator.check()
 
 
-@pytest.mark.parametrize("state", [FREE, CACHED, RESERVED, QUARANTINED])
+@pytest.mark.parametrize("state", [FREE, IN_TREE, RESERVED, QUARANTINED])
 def test_a_page_in_another_state_is_not_freed(state: PageState) -> None:
     allocator = PageAllocator(4)
-    mine = allocator.allocate(2, LOCKED)
+    mine = allocator.allocate(2, OWNED)
     if state is FREE:
-        allocator.free(mine[:1], LOCKED)
+        allocator.free(mine[:1], OWNED)
     else:
-        allocator.move(mine[:1], LOCKED, state)
-    with pytest.raises(AssertionError, match=r"\[0\] are not LOCKED"):
-        allocator.free(mine, LOCKED)
+        allocator.move(mine[:1], OWNED, state)
+    with pytest.raises(AssertionError, match=r"\[0\] are not OWNED"):
+        allocator.free(mine, OWNED)
 
 
 def test_a_page_named_twice_is_refused() -> None:
     allocator = PageAllocator(4)
-    allocator.allocate(2, LOCKED)
+    allocator.allocate(2, OWNED)
     with pytest.raises(AssertionError, match="named twice"):
-        allocator.free(pages(1, 0, 1), LOCKED)
+        allocator.free(pages(1, 0, 1), OWNED)
     allocator.check()
 
 
 @pytest.mark.parametrize("count", [-1, 5])
 def test_more_than_there_is_cannot_be_allocated(count: int) -> None:
     with pytest.raises(AssertionError, match="asked for, 4 free"):
-        PageAllocator(4).allocate(count, LOCKED)
+        PageAllocator(4).allocate(count, OWNED)
 
 
 def test_no_pages_are_no_work() -> None:
     allocator = PageAllocator(4)
-    assert len(allocator.allocate(0, LOCKED)) == 0
-    allocator.free(pages(), LOCKED)
+    assert len(allocator.allocate(0, OWNED)) == 0
+    allocator.free(pages(), OWNED)
     allocator.move(pages(), RESERVED, QUARANTINED)
     allocator.check()
 
@@ -118,7 +118,7 @@ def test_no_pages_are_no_work() -> None:
 def test_check_notices_books_that_do_not_agree(damage: str) -> None:
     allocator = PageAllocator(4)
     if damage == "counts":
-        allocator._counts[LOCKED] += 1
+        allocator._counts[OWNED] += 1
     else:
         allocator._free[0] = allocator._free[1]
     with pytest.raises(AssertionError):

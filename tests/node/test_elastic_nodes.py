@@ -160,7 +160,7 @@ def send_both_ways(
         def promised(server: NodeServer) -> bool:
             return all(r.outgoing is None or r.outgoing.reservation for r in server.node.rooms)
 
-        wait_until(lambda: all(s.node.receiving.transfer for s in cluster.nodes), 5)
+        wait_until(lambda: all(s.node.receiving.incoming for s in cluster.nodes), 5)
         wait_until(lambda: all(promised(server) for server in cluster.nodes), 5)
     return pending
 

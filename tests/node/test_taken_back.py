@@ -49,7 +49,7 @@ def test_a_waiting_request_is_given_back_and_leaves_nothing(
     stays = client.generate(first, cluster.pair[way])
     goes = client.generate(second, cluster.pair[way])
     receiving = cluster.decode[0].node.receiving
-    wait_until(lambda: way.stop == 1 or len(receiving.transfer) == 2, 10)
+    wait_until(lambda: way.stop == 1 or len(receiving.incoming) == 2, 10)
     client.take_back(goes)
     assert answer(goes)
     standstill.end()
