@@ -35,6 +35,7 @@ SHARED_BY_WORKERS = (
 BESIDE_OTHERS = (
     "tests/proxy/test_proxy_soak.py",
     "tests/e2e/test_churn.py",
+    "tests/e2e/test_failover_processes.py",
     "tests/e2e/test_hosts.py",
     "tests/e2e/test_ucx_tcp.py",
     "tests/proxy/test_with_two_processes.py",

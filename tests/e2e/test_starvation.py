@@ -5,8 +5,9 @@ Failover is off, which would hide requests that fail.
 
 from __future__ import annotations
 
+import sys
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from backends import FAKE, IN_PROCESS, PROCESSES, Backend, over
@@ -19,8 +20,9 @@ from troubles import no_troubles
 
 from pd.embedded import EMBEDDED_MODEL
 
-if TYPE_CHECKING:
-    from pathlib import Path
+sys.path.insert(0, str(Path(__file__).parents[1] / "transfer"))
+
+from nvlink_shm import nodes_in_shared_memory
 
 PROMPTS, LENGTH = 20, 1000
 LOOPS = 6
@@ -52,13 +54,26 @@ def test_every_answer_is_right_beside_six_busy_loops(backend: Backend, tmp_path:
     assert not wrong(answered)
 
 
-@pytest.mark.starved
-@over(IN_PROCESS)
-@pytest.mark.timeout(600)
-def test_every_answer_is_right_of_nodes_that_share_a_starved_process(backend: Backend) -> None:
+def check_starved_process(backend: str) -> None:
     """A thread that has the interpreter's lock and no CPU holds up all threads of both nodes."""
-    with two_cores(), Cluster(EMBEDDED_MODEL, **settings(transfer_backend=backend.flag)) as cluster:
+    with two_cores(), Cluster(EMBEDDED_MODEL, **settings(transfer_backend=backend)) as cluster:
         with serve(cluster) as proxy, busy_loops(LOOPS), no_troubles(proxy.url):
             answered = answers(proxy.url)
         cluster.wait_idle()
     assert not wrong(answered)
+
+
+@pytest.mark.starved
+@over(IN_PROCESS)
+@pytest.mark.timeout(600)
+def test_every_answer_is_right_of_nodes_that_share_a_starved_process(backend: Backend) -> None:
+    check_starved_process(backend.flag)
+
+
+@pytest.mark.starved
+@pytest.mark.timeout(600)
+def test_every_answer_is_right_over_nvlink_in_a_starved_process() -> None:
+    """Its GPUs are shared memory, and its streams are threads."""
+    with nodes_in_shared_memory() as devices:
+        check_starved_process("nvlink")
+        assert devices[0].launched >= PROMPTS

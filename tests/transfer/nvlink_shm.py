@@ -7,6 +7,7 @@ thread of its own, as a stream would, and can be slowed down or held.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -17,15 +18,21 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
 from transfer_helpers import Pool
 
 from pd.core.errors import TransferError
+from pd.engine import kv_pool
 from pd.engine.kv_pool import KVPool
 from pd.kernels.kv_copy import copy_to_peer
 from pd.transfer.host_id import host_id
+from pd.transfer.nvlink import manager as nvlink
+from pd.transfer.nvlink.backend import NvlinkBackend
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from pd.core.node_info import KVLayout
     from pd.transfer.base import KVBuffer, KVPlane
     from pd.transfer.ranges import Block
@@ -52,6 +59,34 @@ def shm_planes(layout: KVLayout, num_pages: int) -> tuple[KVPool, Path]:
     pool = KVPool(layout, num_pages, "cpu", shared_memory=file)
     os.close(file)
     return pool, Path(name)
+
+
+@contextlib.contextmanager
+def nodes_in_shared_memory() -> Iterator[list[ShmDevice]]:
+    """Have the nodes of this process keep their pools in shared memory and offer nvlink. The
+    devices of their managers appear in the list as they come."""
+    paths: dict[int, Path] = {}
+    made: list[ShmDevice] = []
+
+    def zeros(size: int, device: torch.device) -> torch.Tensor:
+        file, name = tempfile.mkstemp(prefix="pd-test-", dir="/dev/shm")
+        os.ftruncate(file, size)
+        memory = torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
+        os.close(file)
+        paths[memory.data_ptr()] = Path(name)
+        return memory
+
+    def device(pool: KVBuffer) -> ShmDevice:
+        made.append(ShmDevice(pool, paths[pool.memory.data_ptr()]))
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kv_pool, "_zeros", zeros)
+        patch.setattr(NvlinkBackend, "obstacle", lambda self, device: None)
+        patch.setattr(nvlink, "CudaDevice", device)
+        yield made
+    for path in paths.values():
+        path.unlink()
 
 
 class ShmMapping:

@@ -2,55 +2,26 @@
 
 from __future__ import annotations
 
-import mmap
-import os
 import random
-import tempfile
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from cluster import random_prompts
-from nvlink_shm import ShmDevice
+from nvlink_shm import nodes_in_shared_memory
 from tiny import tiny_cluster, tiny_node
 from transfer_helpers import SEED
-
-from pd.engine import kv_pool
-from pd.transfer.nvlink import manager as nvlink
-from pd.transfer.nvlink.backend import NvlinkBackend
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pd.transfer.base import KVBuffer
+    from nvlink_shm import ShmDevice
 
 
 @pytest.fixture
-def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ShmDevice]]:
-    """Pools of nodes in shared memory; the devices of their nvlink managers as they come."""
-    paths: dict[int, Path] = {}
-    made: list[ShmDevice] = []
-
-    def zeros(size: int, device: torch.device) -> torch.Tensor:
-        file, name = tempfile.mkstemp(prefix="pd-test-", dir="/dev/shm")
-        os.ftruncate(file, size)
-        memory = torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
-        os.close(file)
-        paths[memory.data_ptr()] = Path(name)
-        return memory
-
-    def device(pool: KVBuffer) -> ShmDevice:
-        made.append(ShmDevice(pool, paths[pool.memory.data_ptr()]))
-        return made[-1]
-
-    monkeypatch.setattr(kv_pool, "_zeros", zeros)
-    monkeypatch.setattr(NvlinkBackend, "obstacle", lambda self, device: None)
-    monkeypatch.setattr(nvlink, "CudaDevice", device)
-    yield made
-    for path in paths.values():
-        path.unlink()
+def devices() -> Iterator[list[ShmDevice]]:
+    with nodes_in_shared_memory() as made:
+        yield made
 
 
 def test_nodes_over_nvlink_give_the_tokens_of_a_unified_node(devices: list[ShmDevice]) -> None:
