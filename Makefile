@@ -7,7 +7,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # One worker per core; most files stay on one worker, for their fixtures, in an order of our own
 # (tests/conftest.py).
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
-# Matrices, whose tests wait for other processes much of the time.
+# Of make test-all, whose tests wait for other processes much of the time.
 MATRICES := -n 3 --dist loadfile --no-loadscope-reorder
 # What make test-all runs with elastic nodes, too: parity, reuse, load, faults and failover.
 ELASTIC = $(addprefix tests/e2e/test_,parity.py serving.py load.py faults.py failover.py)
@@ -32,7 +32,7 @@ test: $(VENV)/.installed
 test-all: $(VENV)/.installed
 	@sh scripts/system_packages.sh full
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest $(PARALLEL) -m "not full and not starved"
+	$(BIN)/coverage run -m pytest $(MATRICES) -m "not full and not starved"
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 	$(BIN)/python -m pytest $(MATRICES) -m "full and not starved and not alone"

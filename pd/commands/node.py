@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pd.commands.ready import Ready, announce
@@ -47,6 +48,8 @@ def config_from(args: argparse.Namespace) -> NodeConfig:
     from pd.models.config import find_checkpoint
 
     settings["model"] = find_checkpoint(args.model)
+    if not args.served_model_name and not Path(args.model).expanduser().is_dir():
+        settings["served_model_name"] = str(args.model)  # an id of the Hugging Face cache
     if args.speculative_draft_model is not None:
         settings["speculative_draft_model"] = find_checkpoint(args.speculative_draft_model)
     if key_file is not None:

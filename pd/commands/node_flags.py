@@ -63,7 +63,11 @@ def _add_model(flags: ConfigFlags) -> None:
         required=True,
         metavar="DIR",
     )
-    flags.add("--served-model-name", "name in the API (default: the directory's)", metavar="NAME")
+    flags.add(
+        "--served-model-name",
+        "name in the API (default: the directory's, or the Hugging Face id)",
+        metavar="NAME",
+    )
     flags.add(
         "--dtype",
         "default: %(default)s, the checkpoint's on a GPU and float32 on a CPU",

@@ -141,7 +141,7 @@ class AdminAPI:
             "object": "model",
             "created": self._created,
             "owned_by": "pd",
-            "root": view.name,
+            "root": view.limits.model_path or view.name,
             "max_model_len": view.limits.context_length,
         }
 

@@ -137,6 +137,8 @@ def _endpoints(service: Service, admin: AdminAPI, compat: CompatAPI) -> list[_En
         endpoint("GET", "/v1/models/{model:path}", admin.model, ModelCard),
         endpoint("POST", "/tokenize", tokens.tokenize, TokenizeResult),
         endpoint("POST", "/detokenize", tokens.detokenize, DetokenizeResult),
+        endpoint("POST", "/v1/tokenize", tokens.tokenize, TokenizeResult),
+        endpoint("POST", "/v1/detokenize", tokens.detokenize, DetokenizeResult),
         endpoint("POST", "/abort_request", admin.abort_request, AbortResult),
         endpoint("GET", "/health", admin.health, Status),
         endpoint("GET", "/readiness", admin.readiness, Status),

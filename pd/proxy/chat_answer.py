@@ -18,6 +18,7 @@ class ChatAnswer:
         self._parser = None if plan.new_parser is None else plan.new_parser()
         self._calls_end = plan.calls_end
         self._calls = 0
+        self._reasoning, self._held = plan.reasoning, ""
 
     @property
     def ended_by_calls(self) -> bool:
@@ -28,7 +29,8 @@ class ChatAnswer:
         """Return the client's deltas for a part of the answer, in OpenAI's shape; at least one."""
         found = [self._delta(event) for event in merged(self._read(delta))]
         if not found:
-            found.append({} if delta.finish is not None else {"content": ""})
+            # SGLang's clients read this field of every delta without content.
+            found.append({"reasoning_content": None} if delta.finish else {"content": ""})
         return found
 
     def whole(self, delta: Delta) -> dict[str, Any]:
@@ -45,11 +47,12 @@ class ChatAnswer:
                 calls[-1]["function"]["arguments"] += event.text
         self._calls = len(calls)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if reasoning:
-            message["reasoning_content"] = reasoning
+        message |= _reasoning(reasoning or None)
         if calls:
             message["tool_calls"] = calls
-            message["content"] = content if content.strip() else None
+            # What is asked to call a certain function says nothing else.
+            empty = None if self._calls_end else ""
+            message["content"] = content if content.strip() else empty
         return message
 
     def _read(self, delta: Delta) -> list[Event]:
@@ -58,18 +61,36 @@ class ChatAnswer:
         events = self._parser.push(delta.text)
         if delta.finish is not None:
             events += self._parser.close()
-        return events
+        if self._reasoning == "streamed":
+            return events
+        return self._without_reasoning(events, is_last=delta.finish is not None)
+
+    def _without_reasoning(self, events: list[Event], *, is_last: bool) -> list[Event]:
+        """The events but for reasoning, which comes before all others if it is wanted as a
+        whole."""
+        if self._reasoning == "whole":
+            self._held += "".join(e.text for e in events if isinstance(e, Reasoning))
+        others: list[Event] = [event for event in events if not isinstance(event, Reasoning)]
+        if self._held and (others or is_last):
+            held, self._held = self._held, ""
+            return [Reasoning(held), *others]
+        return others
 
     def _delta(self, event: Event) -> dict[str, Any]:
         if isinstance(event, Content):
             return {"content": event.text}
         if isinstance(event, Reasoning):
-            return {"reasoning_content": event.text}
+            return _reasoning(event.text)
         if isinstance(event, CallStart):
             self._calls += 1
             return {"tool_calls": [{"index": self._calls - 1} | _call(event)]}
         more = {"index": self._calls - 1, "function": {"arguments": event.text}}
         return {"tool_calls": [more]}
+
+
+def _reasoning(text: str | None) -> dict[str, Any]:
+    """Reasoning under the name of SGLang and of vLLM before, and under vLLM's now."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def merged(events: list[Event]) -> list[Event]:

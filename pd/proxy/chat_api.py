@@ -58,6 +58,7 @@ def _prepare(asked: ChatRequest, rid: str, model: ModelView) -> tuple[Spec, Outp
     ids = encode(
         model, prompt.text, "messages", namespace=asked.cache_salt, add_special_tokens=False
     )
+    ids = openai_common.truncated(asked, ids, model)
     spec = Spec(
         rid=rid,
         model=model.name,
@@ -72,6 +73,7 @@ def _prepare(asked: ChatRequest, rid: str, model: ModelView) -> tuple[Spec, Outp
         stream_interval=asked.stream_interval or model.stream_interval,
         skip_special_tokens=asked.skip_special_tokens,
         kept_special_tokens=plan.kept,
+        shows_stop=asked.include_stop_str_in_output,
     )
     return spec, plan
 
@@ -89,6 +91,8 @@ class _ChatRenderer:
         self._usage = openai_common.ChunkUsage(self._options, job)
         self._model = model
         self._plan = plan
+        self._names = self._options.token_names(model)
+        self._echoed = asked.echoed
         self._answers: dict[int, ChatAnswer] = {}
         self._head = {
             "id": shown,
@@ -102,14 +106,18 @@ class _ChatRenderer:
         size = logprobs.size(len(delta.logprobs), params.top_logprobs) + len(delta.text)
         if delta.first and self._options.return_token_ids:
             size += openai_common.TOKEN_ID_BYTES * len(choice.generation.spec.token_ids)
+        if delta.first and self._options.prompt_logprobs is not None:
+            size += logprobs.size(len(choice.generation.prompt_logprobs), params.top_logprobs)
         return size
 
     def events(self, choice: Choice, delta: Delta) -> Iterable[object]:
-        self._usage.count(choice, delta)
         if delta.first:
-            opening = {"role": "assistant", "content": ""}
+            # This chunk has none of the answer's tokens.
+            self._usage.count(choice, delta._replace(token_ids=[]))
+            opening = {"role": "assistant", "content": self._echoed, "reasoning_content": None}
             chunk = self._chunk({"index": choice.index, "delta": opening} | _open())
             yield chunk | self._prompt_ids()
+        self._usage.count(choice, delta)
         *parts, last = self._answer(choice).deltas(delta)
         for part in parts:
             yield self._chunk({"index": choice.index, "delta": part} | _open())
@@ -118,7 +126,7 @@ class _ChatRenderer:
     def is_plain(self, choice: Choice) -> bool:
         if self._plan.new_parser is not None:
             return False
-        return self._options.are_plain and not choice.generation.spec.params.logprobs
+        return self._options.are_plain and self._options.top_tokens is None
 
     def last_events(self) -> Iterable[object]:
         if self._options.include_usage:
@@ -128,10 +136,14 @@ class _ChatRenderer:
         choices = []
         for choice in self._job.generations[0].choices:
             delta = choice.take()
-            head = {"index": choice.index, "message": self._answer(choice).whole(delta)}
+            message = self._answer(choice).whole(delta)
+            if self._echoed:
+                message["content"] = self._echoed + (message["content"] or "")
+            head = {"index": choice.index, "message": message, "token_ids": None}
             choices.append(head | self._rest(choice, delta))
         whole = self._head | {"choices": choices, "usage": openai_common.usage(self._job)}
-        return whole | self._prompt_ids()
+        prompt = self._options.of_prompt(self._model, self._job.generations[0])
+        return whole | {"prompt_logprobs": prompt, "prompt_token_ids": None} | self._prompt_ids()
 
     def _answer(self, choice: Choice) -> ChatAnswer:
         answer = self._answers.get(choice.index)
@@ -149,8 +161,8 @@ class _ChatRenderer:
 
     def _rest(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         rest: dict[str, Any] = {"logprobs": None}
-        if choice.generation.spec.params.logprobs:
-            rest["logprobs"] = logprobs.chat(self._model.text, delta.logprobs)
+        if self._options.top_tokens is not None:
+            rest["logprobs"] = logprobs.chat(self._names, delta.logprobs)
         if self._options.return_token_ids:
             rest["token_ids"] = delta.token_ids
         rest |= openai_common.ending(choice, delta.finish)

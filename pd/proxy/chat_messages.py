@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, NotRequired, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, NotRequired
 
 import msgspec
 from pydantic import ConfigDict, Field, PlainValidator, with_config
@@ -22,14 +22,14 @@ MAX_CALLS = 128
 MAX_ARGUMENT_CHARACTERS = 1 << 20
 # Characters of the end of a prompt that show whether it opens the model's reasoning.
 _TAIL = 128
-MessageRole = Literal["system", "developer", "user", "assistant", "tool"]
-ROLES: tuple[MessageRole, ...] = get_args(MessageRole)
+# Templates may know more roles than OpenAI's.
+MAX_ROLE_CHARACTERS = 64
 
 
 class TextPart(TypedDict):
     """A part of a message."""
 
-    type: Literal["text"]
+    type: Literal["text", "input_text"]
     text: str
 
 
@@ -52,10 +52,16 @@ class InputCall(TypedDict):
 class InputMessage(TypedDict):
     """A message as clients write it. Templates also see the fields that are not named here."""
 
-    role: Annotated[MessageRole, Field(description="The author.")]
+    role: Annotated[
+        str,
+        Field(
+            description="The author: `system`, `developer`, `user`, `assistant`, `tool`, or what "
+            "else the chat template knows."
+        ),
+    ]
     content: NotRequired[
         Annotated[
-            str | list[TextPart] | None,
+            str | list[TextPart | str] | None,
             Field(description="A text or parts of it; null only for the assistant's messages."),
         ]
     ]
@@ -145,8 +151,8 @@ def _read_message(message: object, number: int) -> ReadMessage:
     if not isinstance(message, dict):
         raise mismatch("an object", message, number)
     role = message.get("role")
-    if role not in ROLES:
-        raise mismatch(f"one of {', '.join(ROLES)}", role, number, "role")
+    if not isinstance(role, str) or not 0 < len(role) <= MAX_ROLE_CHARACTERS:
+        raise mismatch(f"a string of 1 to {MAX_ROLE_CHARACTERS} characters", role, number, "role")
     content = message.get("content")
     if role == "tool":
         _check_text(message, "tool_call_id", number)
@@ -233,7 +239,9 @@ def _read_content(content: object, number: int) -> str:
         raise mismatch("a string or a list of text parts", content, number, "content")
     texts = []
     for part in content:
-        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        text = part
+        if isinstance(part, dict):
+            text = part.get("text") if part.get("type") in ("text", "input_text") else None
         if not isinstance(text, str):
             raise problem(
                 f'may contain only parts like {{"type": "text", "text": "…"}}, not {show(part)}',

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pd.core.errors import InvalidRequestError
-from pd.proxy.grammar_fields import RESPONSE_FORMAT, GrammarFields, parameters_field
+from pd.proxy.grammar_fields import GrammarFields, parameters_field
 from pd.proxy.reasoning import ReasoningParser, Stage
 from pd.proxy.tools import tags
 from pd.proxy.tools.events import Content, Reasoning
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from pd.proxy.tools.tags import Format
 
 _BEHIND: Stage = "behind"
+# In parts as it comes, all at once when it is over, or not at all.
+ReasoningForm = Literal["streamed", "whole", "hidden"]
 
 
 class OutputPlan(NamedTuple):
@@ -37,6 +39,7 @@ class OutputPlan(NamedTuple):
         kept: special tokens that the parser needs to see.
         new_parser: makes the parser of one answer; None where all of it is content.
         calls_end: an answer that ends after calls ends because of them (``tool_calls``).
+        reasoning: how clients get it.
     """
 
     grammar: Grammar | None
@@ -44,6 +47,7 @@ class OutputPlan(NamedTuple):
     kept: frozenset[str] = frozenset()
     new_parser: Callable[[], OutputParser] | None = None
     calls_end: bool = True
+    reasoning: ReasoningForm = "streamed"
 
 
 def plan_output(asked: ChatRequest, text: TextModel, prompt: RenderedChat) -> OutputPlan:
@@ -61,13 +65,22 @@ def plan_output(asked: ChatRequest, text: TextModel, prompt: RenderedChat) -> Ou
         kept |= {reasoning.open, reasoning.close}
     return OutputPlan(
         grammar=_grammar(asked, family, reasoning, stage),
-        grammar_fields=RESPONSE_FORMAT if family is None else _fields_of_tools(asked, family),
+        grammar_fields=GrammarFields.of(asked.grammar_field)
+        if family is None
+        else _fields_of_tools(asked, family),
         kept=frozenset(kept),
         new_parser=partial(_ChatParser, reasoning, stage, new_calls, asked.separate_reasoning)
         if reasoning or new_calls
         else None,
         calls_end=asked.choice.name is None,
+        reasoning=_reasoning_form(asked),
     )
+
+
+def _reasoning_form(asked: ChatRequest) -> ReasoningForm:
+    if not asked.include_reasoning:
+        return "hidden"
+    return "streamed" if asked.stream_reasoning else "whole"
 
 
 def _grammar(
@@ -86,7 +99,7 @@ def _grammar(
     if reasoning is not None:
         content = reasoning.then(stage, content)
     try:
-        return tags.grammar_of(content, "tools" if functions else "response_format")
+        return tags.grammar_of(content, "tools" if functions else asked.grammar_field)
     except InvalidRequestError:
         for function in functions:  # one alone may be too much
             assert family is not None
@@ -111,7 +124,7 @@ def _fields_of_tools(asked: ChatRequest, family: ToolFamily) -> GrammarFields:
     else:
         constrained = [numbers[f.name] for f in asked.tools.functions if f.strict]
     whole = parameters_field(constrained[0]) if len(constrained) == 1 else "tools"
-    content = whole if asked.response_grammar is None else RESPONSE_FORMAT.content
+    content = whole if asked.response_grammar is None else asked.grammar_field
     return GrammarFields(whole, content, numbers, family.form)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,7 +13,7 @@ from pd.proxy.access import caller_of
 from pd.proxy.bodies import body_of, text_size
 from pd.proxy.fields import split_prompts
 from pd.proxy.generation import Spec
-from pd.proxy.grammar_fields import RESPONSE_FORMAT
+from pd.proxy.grammar_fields import GrammarFields
 from pd.proxy.job import Job
 from pd.proxy.requests.openai import COMPLETION_TOKENS, CompletionRequest
 from pd.proxy.service import TokenCount, encode, names_of
@@ -46,14 +46,14 @@ class CompletionsAPI:
         )
         owner = caller_of(request.scope).owner
         job = Job(names.rid, ENDPOINT, owner=owner, is_named=names.is_given, streaming=asked.stream)
-        job.grammar_fields = RESPONSE_FORMAT
+        job.grammar_fields = GrammarFields.of(asked.grammar_field)
         renderer = _CompletionRenderer(job, asked, names.shown, model, echoed)
         return self._service.respond(job, specs, renderer, asked.timeout)
 
 
 def _prepare(
     asked: CompletionRequest, rid: str, prompts: list[str | list[int]], model: ModelView
-) -> tuple[list[Spec], list[str] | None]:
+) -> tuple[list[Spec], list[_Echo] | None]:
     """The prompts as they go to the nodes, and their texts where they are echoed.
 
     Raises InvalidRequestError.
@@ -72,6 +72,7 @@ def _prepare(
             namespace=asked.cache_salt,
             add_special_tokens=asked.add_special_tokens,
         )
+        ids = openai_common.truncated(asked, ids, model)
         spec = Spec(
             rid=f"{rid}_{i}",
             model=model.name,
@@ -86,20 +87,32 @@ def _prepare(
             stream_interval=asked.stream_interval or model.stream_interval,
             skip_special_tokens=asked.skip_special_tokens,
             discard_output=discard,
+            shows_stop=asked.include_stop_str_in_output,
         )
         count.add(spec, model.limits.context_length)
         specs.append(spec)
     if not asked.echo:
         return specs, None
-    return specs, [_echo_text(model, p, s) for p, s in zip(prompts, specs, strict=True)]
+    return specs, [_echo(model, prompt) for prompt in prompts]
 
 
-def _echo_text(model: ModelView, prompt: str | list[int], spec: Spec) -> str:
+class _Echo(NamedTuple):
+    """A prompt that is shown before its answers.
+
+    Attributes:
+        has_special: its special tokens are a part of the text, since the client chose them by their
+            ids.
+    """
+
+    text: str
+    has_special: bool
+
+
+def _echo(model: ModelView, prompt: str | list[int]) -> _Echo:
     if isinstance(prompt, str):
-        return prompt
-    if model.text is None:
-        return ""
-    return model.text.decode(prompt, skip_special_tokens=spec.skip_special_tokens)
+        return _Echo(prompt, False)
+    text = "" if model.text is None else model.text.decode(prompt, skip_special_tokens=False)
+    return _Echo(text, True)
 
 
 class _CompletionRenderer:
@@ -113,12 +126,13 @@ class _CompletionRenderer:
         asked: CompletionRequest,
         shown: str,
         model: ModelView,
-        echo: list[str] | None,
+        echo: list[_Echo] | None,
     ) -> None:
         self._job = job
         self._options = openai_common.AnswerOptions.of(asked)
         self._usage = openai_common.ChunkUsage(self._options, job)
         self._model = model
+        self._names = self._options.token_names(model)
         self._echo = echo
         self._head = {
             "id": shown,
@@ -130,8 +144,9 @@ class _CompletionRenderer:
     def size(self, choice: Choice, delta: Delta) -> int:
         entries = len(delta.logprobs)
         spec = choice.generation.spec
-        if delta.first and self._echo is not None:
-            entries += len(choice.generation.prompt_logprobs)
+        for shows_prompt in (self._echo is not None, self._options.prompt_logprobs is not None):
+            if delta.first and shows_prompt:
+                entries += len(choice.generation.prompt_logprobs)
         size = logprobs.size(entries, spec.params.top_logprobs) + len(delta.text)
         if delta.first and self._options.return_token_ids:
             size += openai_common.TOKEN_ID_BYTES * len(spec.token_ids)
@@ -144,7 +159,8 @@ class _CompletionRenderer:
 
     def is_plain(self, choice: Choice) -> bool:
         spec = choice.generation.spec
-        return self._options.are_plain and not (spec.discard_output or spec.params.logprobs)
+        options = self._options
+        return options.are_plain and not spec.discard_output and options.top_tokens is None
 
     def last_events(self) -> Iterable[object]:
         if self._options.include_usage:
@@ -152,11 +168,16 @@ class _CompletionRenderer:
 
     def body(self) -> object:
         choices = [
-            self._choice(choice, choice.take())
+            self._whole(choice) | self._choice(choice, choice.take())
             for generation in self._job.generations
             for choice in generation.choices
         ]
         return self._head | {"choices": choices, "usage": openai_common.usage(self._job)}
+
+    def _whole(self, choice: Choice) -> dict[str, Any]:
+        """Fields that clients of vLLM read of every whole answer."""
+        of_prompt = self._options.of_prompt(self._model, choice.generation)
+        return {"token_ids": None, "prompt_token_ids": None, "prompt_logprobs": of_prompt}
 
     def _choice(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         spec = choice.generation.spec
@@ -164,28 +185,30 @@ class _CompletionRenderer:
             delta = delta._replace(text="", token_ids=[], logprobs=[])
         first, start = delta.first, delta.total - len(delta.token_ids)
         index = openai_common.choice_index(choice)
-        echo = self._echo[choice.generation.number] if self._echo is not None else ""
+        echoed = None if self._echo is None else self._echo[choice.generation.number]
+        echo = "" if echoed is None else echoed.text
         result: dict[str, Any] = {
             "index": index,
             "text": echo + delta.text if first else delta.text,
             "logprobs": None,
         }
-        if spec.params.logprobs:
+        if self._options.top_tokens is not None:
             entries = delta.logprobs
             offsets = [len(echo) + begin for begin in choice.text_begins(start, len(entries))]
-            if first and self._echo is not None:
+            if first and echoed is not None:
                 entries = [*choice.generation.prompt_logprobs, *entries]
-                offsets = [*_prompt_offsets(spec), *offsets]
-            result["logprobs"] = logprobs.legacy(self._model.text, entries, offsets)
+                offsets = [*_prompt_offsets(spec, echoed), *offsets]
+            result["logprobs"] = logprobs.legacy(self._names, entries, offsets)
         if self._options.return_token_ids:
             result["token_ids"] = delta.token_ids
             result["prompt_token_ids"] = spec.token_ids.tolist() if first else None
         return result | openai_common.ending(choice, delta.finish)
 
 
-def _prompt_offsets(spec: Spec) -> list[int]:
+def _prompt_offsets(spec: Spec, echo: _Echo) -> list[int]:
     """Return the offset of each prompt token in the echoed text."""
-    detokenizer = new_detokenizer(spec.text_model, spec.skip_special_tokens)
+    skips = spec.skip_special_tokens and not echo.has_special
+    detokenizer = new_detokenizer(spec.text_model, skips)
     offsets, length = [], 0
     for token in spec.token_ids.tolist():
         offsets.append(length)

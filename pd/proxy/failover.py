@@ -109,7 +109,9 @@ class Failovers:
         if fault != "node" and attempt.first is not None and attempt.decode is not None:
             first, decode = attempt.first, attempt.decode
             apart |= {(first, decode), (decode, first)}
-        self.lost(attempt, error, apart=apart)
+        # A node that reports the loss of its peer serves others.
+        lost = attempt.partner_of(worker) if fault == "peer" else None
+        self.lost(attempt, error, lost, apart=apart)
 
     def step_failed(self, attempts: list[Attempt], worker: Worker, error: NodeFailedError) -> None:
         """A node could not compute a step in which these attempts were."""

@@ -28,6 +28,8 @@ MIN_INTEGER, MAX_INTEGER = -(1 << 63), (1 << 63) - 1
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 4096
 MAX_CHOICES = 1024
+# Wrong keys that a message names.
+_SHOWN = 8
 _PART = 1 << 16
 
 
@@ -158,6 +160,10 @@ def _check_input_ids(value: object) -> object:
     return _check_prompts(value, _INPUT_IDS, texts=False, ids=True)
 
 
+def _check_token_lists(value: object) -> object:
+    return value if value == [] else _check_input_ids(value)
+
+
 def _check_integers(value: object) -> object:
     integers = _as_integers(value)
     if integers is None:
@@ -196,9 +202,12 @@ def _check_logit_bias(value: object) -> dict[int, float]:
     if not isinstance(value, dict):
         raise mismatch("an object", value)
     result = {}
+    wrong = [key for key in value if not (key.isascii() and key.isdigit() and len(key) < 10)]
+    if wrong:
+        keys = ", ".join(map(show, wrong[:_SHOWN])) + (", …" if len(wrong) > _SHOWN else "")
+        named = f"key{'s' if len(wrong) > 1 else ''} {keys}"
+        raise problem(f"must map token ids to numbers, but has the {named}")
     for key, bias in value.items():
-        if not (key.isascii() and key.isdigit() and len(key) < 10):
-            raise problem(f"must map token ids to numbers, but has the key {show(key)}")
         if type(bias) not in (int, float) or abs(bias) > 1e300 or not math.isfinite(bias):
             raise mismatch("a finite number", bias, key)
         result[int(key)] = float(bias)
@@ -212,6 +221,10 @@ Texts = Annotated[
 TokenIds = Annotated[
     list[int] | list[list[int]],
     PlainValidator(_check_input_ids, json_schema_input_type=list[int] | list[list[int]]),
+]
+TokenLists = Annotated[
+    list[int] | list[list[int]],
+    PlainValidator(_check_token_lists, json_schema_input_type=list[int] | list[list[int]]),
 ]
 Integers = Annotated[list[int], PlainValidator(_check_integers, json_schema_input_type=list[int])]
 StopStrings = Annotated[

@@ -129,6 +129,7 @@ def _spec(asked: GenerateRequest, prompt: _Prompt, model: ModelView) -> Spec:
         stream_interval=sampling.stream_interval or model.stream_interval,
         skip_special_tokens=sampling.skip_special_tokens,
         discard_output=discard,
+        shows_stop=sampling.no_stop_trim,
     )
 
 

@@ -46,6 +46,7 @@ class Spec:
         kept_special_tokens: special tokens that stay in the text all the same.
         discard_output: only the prompt's log probabilities are wanted; the one token that must be
             generated to get them is not shown.
+        shows_stop: the stop string or token that ends an answer is a part of its text.
     """
 
     rid: str
@@ -60,6 +61,7 @@ class Spec:
     skip_special_tokens: bool = True
     kept_special_tokens: frozenset[str] = frozenset()
     discard_output: bool = False
+    shows_stop: bool = False
 
 
 class FinishReason(NamedTuple):
@@ -104,6 +106,7 @@ class Choice:
         "_merger",
         "_min_tokens",
         "_pieces",
+        "_shows_stop",
         "_stops",
         "_taken",
         "_taken_pieces",
@@ -147,7 +150,8 @@ class Choice:
         # A grammar is about the whole text, so a special token that it allowed is a part of it.
         skips = spec.skip_special_tokens and spec.params.grammar is None
         self._detokenizer = new_detokenizer(spec.text_model, skips, spec.kept_special_tokens)
-        self._stops = StopMatcher(spec.stop)
+        self._stops = StopMatcher(spec.stop, keeps=spec.shows_stop)
+        self._shows_stop = spec.shows_stop
 
     @property
     def text_length(self) -> int:
@@ -227,7 +231,8 @@ class Choice:
 
     def _append(self, new: NewTokens) -> int:
         count, stops = len(new.token_ids), self._stops
-        hidden = count - 1 if _ends_with_token(new.finish) else count
+        hides = not self._shows_stop and _ends_with_token(new.finish)
+        hidden = count - 1 if hides else count
         for i, token in enumerate(new.token_ids):
             if i != hidden:
                 text = self._detokenizer.push(token)

@@ -35,6 +35,11 @@ class GrammarFields(NamedTuple):
     numbers: dict[str, int]
     form: CallForm | None
 
+    @classmethod
+    def of(cls, field: str) -> GrammarFields:
+        """One field with all of it."""
+        return cls(field, field, {}, None)
+
     def renamed(self, error: InvalidRequestError, grammar: Grammar) -> InvalidRequestError:
         """A node's error about a grammar, which the client has not sent, by the client's field."""
         param, kind = error.param or "", grammar.kind
@@ -56,6 +61,3 @@ class GrammarFields(NamedTuple):
                 return parameters_field(self.numbers[name])
             part = part.get(step)
         return self.content
-
-
-RESPONSE_FORMAT = GrammarFields("response_format", "response_format", {}, None)

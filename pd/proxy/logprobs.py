@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import itertools
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pd.proxy.tokenizer import token_text
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from pd.core.messages import TokenLogprobs
     from pd.proxy.tokenizer import TextModel
@@ -22,8 +23,29 @@ def size(entries: int, top: int) -> int:
     return entries * (1 + top) * _ENTRY_BYTES
 
 
+class TokenNames(NamedTuple):
+    """Names of tokens in OpenAI's shapes, and how many of the likeliest ones are shown.
+
+    Attributes:
+        by_id: a token is called ``token_id:17`` instead of by its text.
+        top: a node may send more of the likeliest tokens than the client wants.
+    """
+
+    model: TextModel | None
+    top: int
+    by_id: bool = False
+
+    def name(self, token: int) -> str:
+        return f"token_id:{token}" if self.by_id else token_text(self.model, token)
+
+    def best(self, entry: TokenLogprobs) -> Iterable[tuple[int, float]]:
+        """The likeliest tokens at a place, and their log probabilities."""
+        pairs = zip(entry.top_ids, entry.top_logprobs, strict=True)
+        return itertools.islice(pairs, self.top)
+
+
 def legacy(
-    model: TextModel | None, entries: Sequence[TokenLogprobs], offsets: Sequence[int]
+    names: TokenNames, entries: Sequence[TokenLogprobs], offsets: Sequence[int]
 ) -> dict[str, Any]:
     """``/v1/completions``: parallel lists; ``offsets`` is where each token begins in the text."""
     top: list[dict[str, float] | None] = []
@@ -31,31 +53,59 @@ def legacy(
         if entry.logprob is None:
             top.append(None)
             continue
-        best = zip(entry.top_ids, entry.top_logprobs, strict=True)
-        likeliest = {token_text(model, token): logprob for token, logprob in best}
-        likeliest.setdefault(token_text(model, entry.token_id), entry.logprob)
+        likeliest = {names.name(token): logprob for token, logprob in names.best(entry)}
+        likeliest.setdefault(names.name(entry.token_id), entry.logprob)
         top.append(likeliest)
     return {
-        "tokens": [token_text(model, entry.token_id) for entry in entries],
+        "tokens": [names.name(entry.token_id) for entry in entries],
         "token_logprobs": [entry.logprob for entry in entries],
         "top_logprobs": top,
         "text_offset": list(offsets),
     }
 
 
-def chat(model: TextModel | None, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+def chat(names: TokenNames, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
     """``/v1/chat/completions``: one object per token, with its bytes."""
+    model = names.model
 
     def describe(token: int, logprob: float | None) -> dict[str, Any]:
         data = None if model is None else list(model.token_bytes(token))
-        return {"token": token_text(model, token), "logprob": logprob, "bytes": data}
+        return {"token": names.name(token), "logprob": logprob, "bytes": data}
 
     content = []
     for entry in entries:
-        best = zip(entry.top_ids, entry.top_logprobs, strict=True)
-        top = [describe(token, logprob) for token, logprob in best]
+        top = [describe(token, logprob) for token, logprob in names.best(entry)]
         content.append(describe(entry.token_id, entry.logprob) | {"top_logprobs": top})
     return {"content": content, "refusal": None}
+
+
+def of_prompt(
+    names: TokenNames, entries: Sequence[TokenLogprobs]
+) -> list[dict[str, dict[str, Any]] | None]:
+    """vLLM's ``prompt_logprobs``: at each place the likeliest tokens and the prompt's own by their
+    ids, null at the first. The rank of a token that is none of the likeliest is null."""
+
+    def describe(token: int, logprob: float, rank: int | None) -> dict[str, Any]:
+        return {
+            "logprob": logprob,
+            "rank": rank,
+            "decoded_token": token_text(names.model, token),
+        }
+
+    found: list[dict[str, dict[str, Any]] | None] = []
+    for entry in entries:
+        if entry.logprob is None:
+            found.append(None)
+            continue
+        ranks = {token: rank for rank, token in enumerate(entry.top_ids, 1)}
+        own = entry.token_id
+        tokens = {
+            str(token): describe(token, logprob, ranks[token])
+            for token, logprob in names.best(entry)
+        }
+        tokens.setdefault(str(own), describe(own, entry.logprob, ranks.get(own)))
+        found.append(tokens)
+    return found
 
 
 Triple = tuple[float | None, int, str]

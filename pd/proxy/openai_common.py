@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pd.proxy import logprobs
+from pd.proxy.logprobs import TokenNames
 from pd.proxy.service import make_params
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from pd.core.sampling_params import SamplingParams
     from pd.proxy.generation import Choice, Delta, FinishReason, Generation
     from pd.proxy.job import Job
     from pd.proxy.requests.openai import OpenAIRequest
     from pd.proxy.service import ModelView
+
+    IntArray = npt.NDArray[np.int32]
 
 # Approximate size of a token id in JSON.
 TOKEN_ID_BYTES = 7
@@ -51,6 +58,9 @@ class AnswerOptions(NamedTuple):
     include_usage: bool
     continuous_usage: bool
     return_token_ids: bool
+    tokens_as_ids: bool
+    top_tokens: int | None
+    prompt_logprobs: int | None
 
     @property
     def are_plain(self) -> bool:
@@ -60,7 +70,25 @@ class AnswerOptions(NamedTuple):
 
     @classmethod
     def of(cls, asked: OpenAIRequest) -> AnswerOptions:
-        return cls(asked.include_usage, asked.continuous_usage, asked.return_token_ids)
+        return cls(
+            asked.include_usage,
+            asked.continuous_usage,
+            asked.return_token_ids,
+            asked.return_tokens_as_token_ids,
+            asked.top_tokens,
+            asked.prompt_logprobs,
+        )
+
+    def token_names(self, model: ModelView) -> TokenNames:
+        """Names of tokens in the log probabilities of an answer."""
+        return TokenNames(model.text, self.top_tokens or 0, self.tokens_as_ids)
+
+    def of_prompt(self, model: ModelView, generation: Generation) -> list[Any] | None:
+        """The log probabilities of a prompt in vLLM's shape, or None if they are not wanted."""
+        if self.prompt_logprobs is None:
+            return None
+        names = TokenNames(model.text, self.prompt_logprobs)
+        return logprobs.of_prompt(names, generation.prompt_logprobs)
 
 
 class ChunkUsage:
@@ -118,10 +146,21 @@ def choice_index(choice: Choice) -> int:
 
 
 def ending(choice: Choice, finish: FinishReason | None) -> dict[str, Any]:
-    """``finish_reason``, and the stop string or stop token id that the client had asked for."""
+    """``finish_reason``, and what ended the choice: ``stop_reason``, as in vLLM, if the client had
+    asked for that stop string or token, and ``matched_stop``, as in SGLang, in any case."""
     if finish is None:
         return {"finish_reason": None, "stop_reason": None}
-    matched = finish.matched
+    asked = matched = finish.matched
     if isinstance(matched, int) and matched not in choice.generation.spec.params.stop_token_ids:
-        matched = None
-    return {"finish_reason": finish.type, "stop_reason": matched}
+        asked = None
+    return {"finish_reason": finish.type, "stop_reason": asked, "matched_stop": matched}
+
+
+def truncated(asked: OpenAIRequest, ids: IntArray, model: ModelView) -> IntArray:
+    """A prompt's tokens as far as the request wants them."""
+    most = asked.truncate_prompt_tokens
+    if most is None:
+        return ids
+    if most <= 0:
+        most = max(1, model.limits.context_length - (asked.wanted_tokens or 1))
+    return ids[-most:] if asked.truncation_side == "left" else ids[:most]

@@ -47,11 +47,17 @@ StopReason = Annotated[
 ]
 
 
+MatchedStop = Annotated[
+    int | str | None, Field(description="What ended the choice, the model's own tokens included.")
+]
+
+
 class Ending(TypedDict):
     """Reasons why a choice ended; null before it does."""
 
     finish_reason: Literal["stop", "length", "abort"] | None
     stop_reason: StopReason
+    matched_stop: NotRequired[MatchedStop]
 
 
 ChatFinish = Annotated[
@@ -60,6 +66,20 @@ ChatFinish = Annotated[
         description="`tool_calls`: the message has calls and ended by itself; `stop` where "
         "`tool_choice` named the function."
     ),
+]
+
+
+class PromptToken(TypedDict):
+    """A token at a place of the prompt."""
+
+    logprob: float
+    rank: Annotated[int | None, Field(description="Null unless it is one of the likeliest.")]
+    decoded_token: str
+
+
+PromptLogprobs = Annotated[
+    list[dict[str, PromptToken] | None] | None,
+    Field(description="By token id, for each token of the prompt; null for the first."),
 ]
 
 
@@ -78,8 +98,9 @@ class CompletionChoice(Ending):
     index: Annotated[int, Field(description="Number of the prompt times `n`, plus the answer's.")]
     text: str
     logprobs: CompletionLogprobs | None
-    token_ids: NotRequired[list[int]]
+    token_ids: NotRequired[list[int] | None]
     prompt_token_ids: NotRequired[list[int] | None]
+    prompt_logprobs: NotRequired[PromptLogprobs]
 
 
 class CompletionHead(TypedDict):
@@ -149,7 +170,8 @@ class ChatMessage(TypedDict):
     role: Literal["assistant"]
     content: Annotated[str | None, Field(description="Null where there are only calls.")]
     refusal: None
-    reasoning_content: NotRequired[str]
+    reasoning_content: str | None
+    reasoning: str | None
     tool_calls: NotRequired[list[ToolCall]]
 
 
@@ -161,7 +183,8 @@ class ChatChoice(TypedDict):
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinish
     stop_reason: StopReason
-    token_ids: NotRequired[list[int]]
+    matched_stop: NotRequired[MatchedStop]
+    token_ids: list[int] | None
 
 
 class ChatHead(TypedDict):
@@ -178,7 +201,8 @@ class ChatCompletion(ChatHead):
 
     choices: list[ChatChoice]
     usage: Usage
-    prompt_token_ids: NotRequired[list[int]]
+    prompt_token_ids: list[int] | None
+    prompt_logprobs: PromptLogprobs
 
 
 class FunctionCallDelta(TypedDict):
@@ -202,7 +226,8 @@ class ChatDelta(TypedDict, total=False):
 
     role: Literal["assistant"]
     content: str
-    reasoning_content: str
+    reasoning_content: str | None
+    reasoning: str
     tool_calls: list[ToolCallDelta]
 
 
@@ -214,6 +239,7 @@ class ChatChunkChoice(TypedDict):
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinish
     stop_reason: NotRequired[int | str | None]
+    matched_stop: NotRequired[MatchedStop]
     token_ids: NotRequired[list[int]]
 
 
@@ -309,18 +335,19 @@ NativeAnswer = NativeResult | list[NativeResult]
 
 
 class TokenizeResult(TypedDict):
-    """Token ids of a text."""
+    """Token ids of a text, or of each of several."""
 
-    tokens: list[int]
-    count: int
+    tokens: list[int] | list[list[int]]
+    count: int | list[int]
+    token_strs: list[str] | list[list[str]] | None
     max_model_len: Annotated[int, Field(description="Tokens of the model's context.")]
 
 
 class DetokenizeResult(TypedDict):
-    """The text of token ids, under the names of vLLM and SGLang."""
+    """The text of token ids, or of each of several lists, under the names of vLLM and SGLang."""
 
-    prompt: str
-    text: str
+    prompt: str | list[str]
+    text: str | list[str]
 
 
 class AbortResult(TypedDict):

@@ -108,6 +108,16 @@ class Router:
         firsts = [w.info for w in self._workers if w.info and w.computes_prompts]
         return list(dict.fromkeys(info.model for info in firsts))
 
+    def _named(self, model: str, models: list[str]) -> str | None:
+        """The served name that a client means: also the model's directory, and ``default`` where
+        there is one model."""
+        if model in models:
+            return model
+        if model == "default" and len(models) == 1:
+            return models[0]
+        paths = {w.info.model_path: w.info.model for w in self._workers if w.info}
+        return paths.get(model)
+
     def limits(self, model: str | None) -> Limits:
         """Limits of a model's requests (None: of the first model), by nodes that are there or were.
 
@@ -116,11 +126,11 @@ class Router:
         models = self.models()
         if not models:
             raise UnavailableError("no node was reached yet" + self.reasons())
-        if model is not None and model not in models:
+        name = models[0] if model is None else self._named(model, models)
+        if name is None:
             raise NotFoundError(
                 f"there is no model {brief(model)}; served: {', '.join(models)}", param="model"
             )
-        name = model or models[0]
         groups = [
             group
             for w in self._workers

@@ -161,7 +161,8 @@ def check_ids(ids: list[int], vocab_size: int | None, param: str) -> IntArray:
         if min(part) < 0 or max(part) >= limit:
             wrong = next(i for i in part if not 0 <= i < limit)
             raise InvalidRequestError(
-                f"{param} has the token id {brief(wrong)}, outside the vocabulary of {limit}",
+                f"{param} has the token id {brief(wrong)}, which is out of vocabulary: the model "
+                f"has {limit} tokens",
                 param=param,
             )
         array[start : start + len(part)] = part

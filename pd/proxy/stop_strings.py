@@ -15,10 +15,11 @@ class StopMatcher:
     the longest does. So the result does not depend on how the text is cut into pieces.
     """
 
-    __slots__ = ("_firsts", "_held", "_longest", "_stops", "matched")
+    __slots__ = ("_firsts", "_held", "_keeps", "_longest", "_stops", "matched")
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = stops
+    def __init__(self, stops: Sequence[str], *, keeps: bool = False) -> None:
+        """``keeps``: the stop string itself is shown."""
+        self._stops, self._keeps = stops, keeps
         self._longest = max(map(len, stops), default=0)
         self._firsts = frozenset(stop[0] for stop in stops)
         self._held = ""
@@ -36,7 +37,7 @@ class StopMatcher:
         if may_match and (found := self._first(text)):
             start, self.matched = found
             self._held = ""
-            return text[:start]
+            return text[: start + len(self.matched)] if self._keeps else text[:start]
         keep = self._open_suffix(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

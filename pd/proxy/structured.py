@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+import re
+from typing import Any, Literal
 
 from pd.core.errors import InvalidRequestError
-from pd.core.grammar import Grammar, GrammarKind
+from pd.core.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from pd.proxy.fields import problem, show
 from pd.proxy.json_schemas import what_is_not_enforced, what_of_tags_is_not_enforced
 from pd.proxy.patterns import what_is_not_enforced_of
+
+# Kinds of constraints that a field may hold.
+FieldKind = GrammarKind | Literal["choice", "json_object"]
+# SGLang's schema of whatever is JSON.
+_ANY_SCHEMA = "$$ANY$$"
+MAX_CHOICE_TEXTS = 1024
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 def schema_grammar(schema: object, param: str, *, strict: bool = True) -> Grammar:
@@ -23,7 +31,7 @@ def schema_grammar(schema: object, param: str, *, strict: bool = True) -> Gramma
         InvalidRequestError: it is no schema, or not enforced.
     """
     if isinstance(schema, str):
-        schema = _parsed(schema, param)
+        schema = {} if schema == _ANY_SCHEMA else _parsed(schema, param)
     if not isinstance(schema, (dict, bool)):
         raise InvalidRequestError(f"{param} must be an object, not {show(schema)}", param=param)
     try:
@@ -42,9 +50,10 @@ def response_format_grammar(value: dict[str, Any] | None) -> Grammar | None:
         return None
     if value["type"] == "structural_tag":
         return _tag_grammar(_as_format(value), "response_format")
-    if value["type"] == "json_object":
+    # Some clients write the schema right here.
+    described = value.get("json_schema", value)
+    if value["type"] == "json_object" and "schema" not in described:
         return Grammar("json_schema", '{"type": "object"}')
-    described = value["json_schema"]
     strict = described.get("strict") is not False
     return schema_grammar(described.get("schema", {}), "response_format", strict=strict)
 
@@ -60,8 +69,8 @@ def check_response_format(value: dict[str, Any]) -> dict[str, Any]:
         )
     if kind == "structural_tag":
         _check_tag(value)
-    if kind == "json_schema":
-        described = value.get("json_schema")
+    if kind == "json_schema" or (kind == "json_object" and "schema" in value):
+        described = value if "schema" in value else value.get("json_schema")
         if not isinstance(described, dict):
             raise problem(f"must have an object 'json_schema', not {show(described)}")
         if not isinstance(described.get("schema", {}), dict):
@@ -94,14 +103,55 @@ def only_grammar(
             f"{' and '.join(given)} cannot constrain the same output", param=given[1]
         )
     (kind,) = given
+    return field_grammar(kind, kind, texts[kind])
+
+
+def field_grammar(field: str, kind: FieldKind, value: Any) -> Grammar | None:
+    """The grammar of a constraint; None without one.
+
+    Args:
+        field: its name, for messages.
+        value: of the field, whose type was checked.
+
+    Raises:
+        InvalidRequestError: it is no schema, or something that it says would not be enforced.
+    """
+    if value is None or value is False:
+        return None
+    if kind == "json_object":
+        return Grammar("json_schema", '{"type": "object"}')
     if kind == "json_schema":
-        return schema_grammar(json_schema, kind)
+        return schema_grammar(value, field)
     if kind == "structural_tag":
-        return _tag_grammar(structural_tag, kind)
-    found = what_is_not_enforced_of(regex, in_json=False) if kind == "regex" else None
+        return _tag_grammar(value, field)
+    if kind == "choice":
+        return _choice_grammar(value, field)
+    found = what_is_not_enforced_of(value, in_json=False) if kind == "regex" else None
     if found is not None:
-        raise InvalidRequestError(f"{kind}: {found} is not enforced by this server", param=kind)
-    return Grammar(kind, str(texts[kind]))
+        raise InvalidRequestError(f"{field}: {found} is not enforced by this server", param=field)
+    return Grammar(kind, value)
+
+
+def _choice_grammar(texts: list[str], param: str) -> Grammar:
+    """The grammar of one of several texts."""
+    if not 0 < len(texts) <= MAX_CHOICE_TEXTS:
+        raise InvalidRequestError(
+            f"{param} must have 1 to {MAX_CHOICE_TEXTS} texts, not {len(texts)}", param=param
+        )
+    if "" in texts:
+        raise InvalidRequestError(f"{param} may not contain an empty text", param=param)
+    rule = "root ::= " + " | ".join(map(_quoted, texts))
+    if len(rule.encode(errors="surrogatepass")) > MAX_GRAMMAR_BYTES:
+        raise InvalidRequestError(
+            f"{param} has more than {MAX_GRAMMAR_BYTES} bytes of texts", param=param
+        )
+    return Grammar("ebnf", rule)
+
+
+def _quoted(text: str) -> str:
+    """A text as GBNF writes it."""
+    plain = text.replace("\\", "\\\\").replace('"', '\\"')
+    return '"' + _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", plain) + '"'
 
 
 def _check_tag(value: dict[str, Any]) -> None:

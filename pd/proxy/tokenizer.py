@@ -111,6 +111,10 @@ class TextModel:
         (text,) = self._tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)
         return str(text)
 
+    def token_names(self, ids: list[int]) -> list[str]:
+        """The tokens as the vocabulary writes them."""
+        return [self._tokenizer.id_to_token(token) or "" for token in ids]
+
     def max_characters(self, ids: IntArray) -> int:
         """Roughly how long the text of these tokens is, and hardly longer."""
         return int(self._lengths[ids[ids < len(self._lengths)]].sum())

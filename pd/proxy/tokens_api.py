@@ -16,10 +16,14 @@ from pd.proxy.tokenizer import MAX_TEXT_TOKENS
 from pd.proxy.web import json_response
 
 if TYPE_CHECKING:
+    from collections.abc import Sized
+
     from pd.proxy.service import ModelView, Service
 
 # A longer text takes long to encode as JSON.
 MAX_TEXT_CHARACTERS = 8 << 20
+# Texts or lists of tokens of one request.
+MAX_LISTS = 4096
 
 
 class TokensAPI:
@@ -43,28 +47,62 @@ def _tokenize(asked: TokenizeRequest, model: ModelView) -> Response:
     text = model.need_text("prompt")
     special = asked.add_special_tokens
     if asked.messages is not None:
-        prompt, special = render_prompt(asked, text, asked.messages).text, bool(special)
+        prompts: list[str] = [render_prompt(asked, text, asked.messages).text]
+        special, is_batch = bool(special), False
     else:
         assert asked.given is not None
-        prompt, special = asked.given, special is not False
-    ids = text.encode(prompt, add_special_tokens=special).tolist()
-    limit = model.limits.context_length
-    return json_response({"tokens": ids, "count": len(ids), "max_model_len": limit})
+        is_batch = isinstance(asked.given, list)
+        prompts = list(asked.given) if isinstance(asked.given, list) else [asked.given]
+        special = special is not False
+    _check_count(prompts, "prompt")
+    found: list[list[int]] = []
+    for prompt in prompts:
+        found.append(text.encode(prompt, add_special_tokens=special).tolist())
+        _check_sum(found, "prompt")
+    result: dict[str, object] = {
+        "tokens": found if is_batch else found[0],
+        "count": list(map(len, found)) if is_batch else len(found[0]),
+        "max_model_len": model.limits.context_length,
+        "token_strs": None,
+    }
+    if asked.return_token_strs:
+        names = [text.token_names(ids) for ids in found]
+        result["token_strs"] = names if is_batch else names[0]
+    return json_response(result)
 
 
 def _detokenize(asked: DetokenizeRequest, model: ModelView) -> Response:
-    text, ids = model.need_text("tokens"), asked.tokens
-    if len(ids) > MAX_TEXT_TOKENS:
+    text = model.need_text("tokens")
+    is_batch = isinstance(asked.tokens[0], list) if asked.tokens else False
+    lists: list[list[int]] = asked.tokens if is_batch else [asked.tokens]  # type: ignore[assignment,list-item]
+    _check_count(lists, "tokens")
+    _check_sum(lists, "tokens")
+    length = sum(
+        text.max_characters(check_ids(ids, model.limits.vocab_size, "tokens"))
+        for ids in lists
+        if ids
+    )
+    if length > MAX_TEXT_CHARACTERS:
         raise InvalidRequestError(
-            f"tokens has {len(ids)} token ids; at most {MAX_TEXT_TOKENS} are taken", param="tokens"
+            f"the text of these tokens may have {length} characters; at most "
+            f"{MAX_TEXT_CHARACTERS} are made",
+            param="tokens",
         )
-    if ids:
-        length = text.max_characters(check_ids(ids, model.limits.vocab_size, "tokens"))
-        if length > MAX_TEXT_CHARACTERS:
-            raise InvalidRequestError(
-                f"the text of these tokens may have {length} characters; at most "
-                f"{MAX_TEXT_CHARACTERS} are made",
-                param="tokens",
-            )
-    decoded = text.decode(ids, skip_special_tokens=asked.skip_special_tokens)
+    texts = [text.decode(ids, skip_special_tokens=asked.skip_special_tokens) for ids in lists]
+    decoded = texts if is_batch else texts[0]
     return json_response({"prompt": decoded, "text": decoded})
+
+
+def _check_count(given: Sized, param: str) -> None:
+    if len(given) > MAX_LISTS:
+        raise InvalidRequestError(
+            f"{param} has {len(given)} entries; at most {MAX_LISTS} are taken", param=param
+        )
+
+
+def _check_sum(lists: list[list[int]], param: str) -> None:
+    count = sum(map(len, lists))
+    if count > MAX_TEXT_TOKENS:
+        raise InvalidRequestError(
+            f"{param} has {count} token ids; at most {MAX_TEXT_TOKENS} are taken", param=param
+        )

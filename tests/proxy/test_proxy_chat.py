@@ -47,7 +47,13 @@ def test_the_shape_of_an_answer(cluster: Cluster) -> None:
     body = chat(cluster.client())
     assert body["object"] == "chat.completion"
     (choice,) = body["choices"]
-    assert choice["message"] == {"role": "assistant", "content": "hello world", "refusal": None}
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": "hello world",
+        "refusal": None,
+        "reasoning_content": None,
+        "reasoning": None,
+    }
     assert choice["finish_reason"] == "stop"
     assert prompt_of(prefill) == "<s><user>hello</user><assistant>"
     # By default the answer may be as long as the context allows.
@@ -72,7 +78,8 @@ def test_a_stream_begins_with_the_role_and_ends_with_the_reason(cluster: Cluster
     assert usage["usage"]["completion_tokens"] == 2 * (len(ids("hello 😀 world")) + 1)
     for index in (0, 1):
         mine = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
-        assert mine[0]["delta"] == {"role": "assistant", "content": ""}
+        opening = {"role": "assistant", "content": "", "reasoning_content": None}
+        assert mine[0]["delta"] == opening
         assert "".join(c["delta"].get("content", "") for c in mine) == "hello 😀 world"
         assert [c["finish_reason"] for c in mine] == [None] * (len(mine) - 1) + ["stop"]
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}

@@ -207,8 +207,16 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"choices": [[8], []]}, "choices[1] is empty", "choices[1]"),
     ({"choices": ["a", 5]}, "choices[1] must be a text or a list of token ids", "choices[1]"),
     ({"choices": [["a"]]}, "choices[0] must be a text or a list of token ids", "choices[0]"),
-    ({"choices": [[8], [1000]]}, "choices[1] has the token id 1000, outside", "choices[1]"),
-    ({"choices": [[8], [-1]]}, "choices[1] has the token id -1, outside", "choices[1]"),
+    (
+        {"choices": [[8], [1000]]},
+        "choices[1] has the token id 1000, which is out of vocabulary",
+        "choices[1]",
+    ),
+    (
+        {"choices": [[8], [-1]]},
+        "choices[1] has the token id -1, which is out of vocabulary",
+        "choices[1]",
+    ),
     ({"choices": [[8], [9] * 197]}, "with choices[1], the prompt has 200 tokens", "choices[1]"),
     ({"choices": ["a", "b" * 100_000]}, "choices[1] has 100000 characters", "choices[1]"),
     ({"input_ids": [[5], [6]]}, "input_ids is a batch of 2; send a request for each", "input_ids"),

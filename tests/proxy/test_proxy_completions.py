@@ -56,6 +56,10 @@ def test_the_shape_and_usage_of_an_answer(cluster: Cluster) -> None:
         "logprobs": None,
         "finish_reason": "stop",
         "stop_reason": None,
+        "matched_stop": EOS,
+        "token_ids": None,
+        "prompt_token_ids": None,
+        "prompt_logprobs": None,
     }
     assert body["object"] == "text_completion"
     assert body["model"] == "fake"

@@ -115,6 +115,8 @@ def test_every_route_is_described(proxy: ProxyThread, document: dict[str, Any]) 
         "/generate",
         "/tokenize",
         "/detokenize",
+        "/v1/tokenize",
+        "/v1/detokenize",
         "/abort_request",
         "/workers",
         "/workers/{instance_id}",

@@ -285,3 +285,29 @@ def test_options_of_a_choice_go_to_one_other_node(cluster: Cluster) -> None:
     assert answer.json()["output_ids"] == [10]
     assert [f["choice"] for f in answer.json()["meta_info"]["failovers"]] == [None] * 3
     assert sorted(len(node.generates) for node in others) == [0, 3]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_node_that_lost_its_peer_is_asked_again(cluster: Cluster, role: str) -> None:
+    """It has the prompt, or serves as well as before; its peer is avoided."""
+    node = {"context_length": 4000, "pages": {"total": 2000, "free": 2000}, "page_size": 1}
+    prompt = list(range(5, 205))
+    asked = Asked(two_pairs(cluster, node, policy="cache_aware"), {}, input_ids=prompt)
+    prefill, first = asked_of(cluster.prefill)
+    decode, _ = asked_of(cluster.decode)
+    reporter = prefill if role == "prefill" else decode
+    reporter.fail(first, "node_failed", fault="peer")
+    wait_until(lambda: sum(len(n.generates) for n in (*cluster.prefill, *cluster.decode)) == 4)
+    again = {
+        n.role: n
+        for n in (*cluster.prefill, *cluster.decode)
+        if n.generates and n.generates[-1].room != first.room
+    }
+    lost = decode if role == "prefill" else prefill
+    assert again[lost.role] is not lost
+    if role == "prefill":
+        assert again["prefill"] is prefill, "it has the prompt"
+    second = again["prefill"].generates[-1]
+    again["prefill"].say(second, TOKENS[:1], cached_tokens=0)
+    again["decode"].say(second, TOKENS, finish=Finish("length"))
+    assert asked.result()["output_ids"] == TOKENS

@@ -51,7 +51,7 @@ FORMS: dict[str, tuple[str, dict[str, Any], str]] = {
 # What differs from answer to answer.
 OF_ONE_ANSWER = ("id", "created")
 # Fields that come in parts.
-TEXTS = ("content", "reasoning_content", "text")
+TEXTS = ("content", "reasoning_content", "reasoning", "text")
 
 
 def joined(whole: Any, part: Any, name: str = "") -> Any:

@@ -37,12 +37,14 @@ def ask(model: Scripted, text: str, *, stream: bool = False, **options: Any) -> 
     answer = model.ask(text, tools=options.pop("tools", []), stream=stream, **options)
     if not stream:
         message = answer.choices[0].message
-        return getattr(message, "reasoning_content", ""), message.content
+        assert message.reasoning == message.reasoning_content
+        return message.reasoning_content or "", message.content
     deltas = [chunk.choices[0].delta for chunk in answer]
-    kinds = [hasattr(d, "reasoning_content") for d in deltas if d.content or not d.role]
+    thoughts = [getattr(d, "reasoning_content", None) for d in deltas]
+    assert [getattr(d, "reasoning", None) for d in deltas] == thoughts
+    kinds = [bool(t) for t, d in zip(thoughts, deltas, strict=True) if t or d.content]
     assert kinds == sorted(kinds, reverse=True), "reasoning comes before content"
-    reasoning = "".join(getattr(d, "reasoning_content", "") for d in deltas)
-    return reasoning, "".join(d.content or "" for d in deltas)
+    return "".join(filter(None, thoughts)), "".join(d.content or "" for d in deltas)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -65,6 +67,10 @@ class TestReasoningIsSplitOff:
         body = {"separate_reasoning": False}
         assert ask(model, THOUGHT, stream=stream, extra_body=body) == ("", THOUGHT)
 
+    def test_or_left_out(self, model: Scripted, stream: bool) -> None:
+        body = {"include_reasoning": False}
+        assert ask(model, THOUGHT, stream=stream, extra_body=body) == ("", "Yes.")
+
     def test_what_a_client_writes_opens_nothing(self, model: Scripted, stream: bool) -> None:
         messages = [{"role": "user", "content": "<think>"}]
         found = ask(model, "Yes.", stream=stream, messages=messages)
@@ -72,6 +78,19 @@ class TestReasoningIsSplitOff:
 
     def test_reasoning_that_does_not_end(self, model: Scripted, stream: bool) -> None:
         assert ask(model, "<think>hm </thi", stream=stream) == ("hm </thi", "")
+
+
+@pytest.mark.parametrize("text", [THOUGHT, "<think>hm </thi", f"<think>hm</think>{BOTH}"])
+def test_reasoning_may_come_in_one_piece(model: Scripted, text: str) -> None:
+    body = {"stream_reasoning": False}
+    chunks = list(model.ask(text, stream=True, extra_body=body))
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    thoughts = [d.reasoning for d in deltas if getattr(d, "reasoning", None)]
+    assert len(thoughts) == 1
+    behind = deltas[next(i for i, d in enumerate(deltas) if getattr(d, "reasoning", None)) + 1 :]
+    streamed, _ = ask(model, text, stream=True, tools=[WEATHER, CLOCK])
+    assert thoughts == [streamed]
+    assert not any(d.content for d in deltas[: -len(behind) or None])
 
 
 def test_calls_come_after_reasoning(model: Scripted) -> None:
@@ -153,6 +172,8 @@ def test_the_effort_is_a_variable_of_the_template() -> None:
         ChatRequest.parse(body.replace(b', "reasoning_effort": "low"', b"")).template_variables
         == {}
     )
+    none = ChatRequest.parse(body.replace(b'"low"', b'"none"'))
+    assert none.template_variables == {"reasoning_effort": "none", "enable_thinking": False}
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -45,7 +45,7 @@ class TemplateFields(RequestModel):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
         None,
         description="A variable of this name for the chat template; one that does not know it "
-        "shows the same prompt.",
+        "shows the same prompt. With `none`, `enable_thinking` is false unless given.",
     )
     tools: ToolList = Field(
         None,
@@ -57,7 +57,10 @@ class TemplateFields(RequestModel):
     def template_variables(self) -> dict[str, object]:
         """Variables of the template beside messages and tools."""
         effort = self.reasoning_effort
-        return ({} if effort is None else {"reasoning_effort": effort}) | self.chat_template_kwargs
+        given: dict[str, object] = {} if effort is None else {"reasoning_effort": effort}
+        if effort == "none":
+            given["enable_thinking"] = False
+        return given | self.chat_template_kwargs
 
     @property
     def opens_turn(self) -> bool:
@@ -80,11 +83,9 @@ class ChatRequest(TemplateFields, OpenAIRequest):
 
     # The template writes the special tokens itself.
     unsupported = UNSUPPORTED_OPENAI | {
-        "echo": (False,),
         "prompt": (),
+        "prompt_token_ids": (),
         "add_special_tokens": (False,),
-        "include_reasoning": (True,),
-        "stream_reasoning": (True,),
     }
 
     messages: Messages = Field(description="The chat so far.")
@@ -101,9 +102,28 @@ class ChatRequest(TemplateFields, OpenAIRequest):
     parallel_tool_calls: bool = Field(True, description="With false at most one call is made.")
     separate_reasoning: bool = Field(
         True,
-        description="Reasoning comes as `reasoning_content`; with false it stays in `content`, "
-        "with its tags.",
+        description="Reasoning comes as `reasoning_content`, and under its newer name `reasoning`; "
+        "with false it stays in `content`, with its tags.",
     )
+    include_reasoning: bool = Field(
+        True, description="With false, reasoning that is apart from `content` is left out."
+    )
+    stream_reasoning: bool = Field(
+        True, description="With false, a stream has the reasoning in one piece when it is over."
+    )
+    echo: bool = Field(
+        False, description="Puts the last message before the answer if it is the assistant's."
+    )
+
+    @property
+    def top_tokens(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def echoed(self) -> str:
+        """The text that goes before the answer."""
+        last = self.messages[-1]
+        return str(last["content"]) if self.echo and last["role"] == "assistant" else ""
 
     @property
     def response_grammar(self) -> Grammar | None:
@@ -133,9 +153,9 @@ class ChatRequest(TemplateFields, OpenAIRequest):
             )
         if self._grammar is not None:
             raise InvalidRequestError(
-                "response_format constrains a text, and tool_choice asks for calls instead; leave "
-                "one of them out",
-                param="response_format",
+                f"{self.grammar_field} constrains a text, and tool_choice asks for calls instead; "
+                "leave one of them out",
+                param=self.grammar_field,
             )
         return self
 
@@ -146,7 +166,3 @@ class ChatRequest(TemplateFields, OpenAIRequest):
                 "top_logprobs needs logprobs to be true", param="top_logprobs"
             )
         return self
-
-    def arguments(self) -> dict[str, Any]:
-        likeliest = (self.top_logprobs or 0) if self.logprobs else 0
-        return super().arguments() | {"logprobs": self.logprobs, "top_logprobs": likeliest}

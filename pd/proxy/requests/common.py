@@ -7,6 +7,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, Field, PlainValidator, field_validator
 
 from pd.core.config import MAX_STREAM_INTERVAL
+from pd.core.grammar import MAX_GRAMMAR_BYTES
 from pd.core.sampling_params import (
     MAX_LOGIT_BIAS,
     MAX_LOGIT_BIAS_VALUE,
@@ -37,28 +38,38 @@ RECOMMENDED = "Unless given, as the model's generation_config.json recommends."
 
 # Fields of neighbouring systems.
 UNSUPPORTED_SAMPLING: dict[str, tuple[object, ...]] = {
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "best_of": (1,),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "early_stopping": (False,),
-    "include_stop_str_in_output": (False,),
-    "no_stop_trim": (False,),
     "stop_regex": ([], ""),
     "bad_words": ([],),
     "allowed_token_ids": (),
     "min_tokens_penalty": (),
-    "truncate_prompt_tokens": (),
     "logits_processors": ([],),
     "custom_logit_processor": (),
     "spaces_between_special_tokens": (True,),
-    "lora_path": (),
-    "custom_params": (),
+    "lora_path": ("", [], [None]),
+    "custom_params": ({},),
+    "vllm_xargs": ({},),
+    "repetition_detection": (),
+    "logprob_token_ids": (),
+    "thinking_token_budget": (),
 }
+
+GrammarText = Annotated[str, Field(max_length=MAX_GRAMMAR_BYTES)]
+
+
+def _check_object_or_text(value: object) -> object:
+    if not isinstance(value, (str, dict)):
+        raise mismatch("an object or its text", value)
+    return value
+
+
+ObjectOrText = Annotated[
+    str | dict[str, object],
+    PlainValidator(_check_object_or_text, json_schema_input_type=str | dict[str, object]),
+]
 
 
 def sampled(parameter: str, default: T, description: str) -> T:

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 from pydantic import (
     Discriminator,
     Field,
-    PlainValidator,
     PrivateAttr,
     Tag,
     ValidationInfo,
@@ -16,7 +15,7 @@ from pydantic import (
 )
 
 from pd.core.errors import InvalidRequestError
-from pd.core.grammar import MAX_GRAMMAR_BYTES, Grammar
+from pd.core.grammar import Grammar
 from pd.core.sampling_params import MAX_TOP_LOGPROBS, RANGES
 from pd.proxy.choices import ChoicesMethod
 from pd.proxy.fields import (
@@ -33,6 +32,8 @@ from pd.proxy.fields import (
 )
 from pd.proxy.requests.common import (
     UNSUPPORTED_SAMPLING,
+    GrammarText,
+    ObjectOrText,
     RequestFields,
     Rids,
     SamplingFields,
@@ -46,9 +47,17 @@ T = TypeVar("T")
 GENERATE_TOKENS = 128
 
 _UNSUPPORTED_NATIVE: dict[str, tuple[object, ...]] = UNSUPPORTED_SAMPLING | {
-    "image_data": (),
-    "audio_data": (),
-    "video_data": (),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "include_stop_str_in_output": (False,),
+    "truncate_prompt_tokens": (),
+    "return_prompt_token_ids": (False,),
+    "image_data": ("", [], [None]),
+    "audio_data": ("", [], [None]),
+    "video_data": ("", [], [None]),
     "input_embeds": (),
     "session_params": (),
     "token_ids_logprob": (),
@@ -58,19 +67,6 @@ _UNSUPPORTED_NATIVE: dict[str, tuple[object, ...]] = UNSUPPORTED_SAMPLING | {
 }
 # OpenAI's names of sampling parameters, and SGLang's.
 _OPENAI_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
-GrammarText = Annotated[str, Field(max_length=MAX_GRAMMAR_BYTES)]
-
-
-def _check_object_or_text(value: object) -> object:
-    if not isinstance(value, (str, dict)):
-        raise mismatch("an object or its text", value)
-    return value
-
-
-ObjectOrText = Annotated[
-    str | dict[str, object],
-    PlainValidator(_check_object_or_text, json_schema_input_type=str | dict[str, object]),
-]
 
 
 class NativeSampling(SamplingFields):
@@ -93,6 +89,9 @@ class NativeSampling(SamplingFields):
         "Unless given, one is drawn for each prompt.",
     )
     seed: Seed | None = Field(None, description="The same as `sampling_seed`, which goes first.")
+    no_stop_trim: bool = Field(
+        False, description="Leaves the stop string or stop token that ended an answer in its text."
+    )
     regex: GrammarText | None = Field(
         None, description="A regular expression that the whole answer matches."
     )

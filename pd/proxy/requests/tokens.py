@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from pd.core.errors import InvalidRequestError
 from pd.proxy.chat_messages import Messages
-from pd.proxy.fields import Integers
+from pd.proxy.fields import Texts, TokenLists
 from pd.proxy.request_model import RequestModel
 from pd.proxy.requests.chat import TemplateFields
 from pd.proxy.requests.common import ModelName
@@ -16,7 +16,6 @@ from pd.proxy.requests.common import ModelName
 _UNSUPPORTED_TOKENIZE: dict[str, tuple[object, ...]] = {
     "chat_template": (),
     "documents": ([],),
-    "return_token_strs": (False,),
 }
 
 
@@ -26,8 +25,13 @@ class TokenizeRequest(TemplateFields):
     unsupported = _UNSUPPORTED_TOKENIZE
 
     model: ModelName | None = Field(None, description="Name of a served model.")
-    prompt: str | None = Field(None, description="The text. It or `messages` is needed.")
-    text: str | None = Field(None, description="The same as `prompt`, which goes first.")
+    prompt: Texts | None = Field(
+        None, description="The text, or a list of them. It or `messages` is needed."
+    )
+    text: Texts | None = Field(None, description="The same as `prompt`, which goes first.")
+    return_token_strs: bool = Field(
+        False, description="Adds `token_strs`, the names of the tokens in the vocabulary."
+    )
     messages: Messages | None = Field(None, description="A chat, which goes before a text.")
     add_special_tokens: bool | None = Field(
         None,
@@ -38,12 +42,14 @@ class TokenizeRequest(TemplateFields):
     @model_validator(mode="after")
     def _something_is_given(self) -> Self:
         if self.messages is None and self.given is None:
-            raise InvalidRequestError("prompt (a string) or messages is needed", param="prompt")
+            raise InvalidRequestError(
+                "prompt (a string, or a list of them) or messages is needed", param="prompt"
+            )
         return self
 
     @property
-    def given(self) -> str | None:
-        """The text, if there is one."""
+    def given(self) -> str | list[str] | None:
+        """The text or texts, if there are any."""
         return self.text if self.prompt is None else self.prompt
 
 
@@ -51,5 +57,5 @@ class DetokenizeRequest(RequestModel):
     """Tokens to make text of."""
 
     model: ModelName | None = Field(None, description="Name of a served model.")
-    tokens: Integers = Field(description="Token ids.")
+    tokens: TokenLists = Field(description="Token ids, or a list of such lists.")
     skip_special_tokens: bool = Field(True, description="Leaves special tokens out of the text.")
