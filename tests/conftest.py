@@ -7,6 +7,7 @@ import gc
 import os
 import random
 import ssl
+import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -94,6 +95,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Proxies of this process run on asyncio's loop, those that are processes on uvloop, so that
+    # tests see both. tests/proxy/test_with_uvloop.py turns it round for some files.
+    if os.environ.get("PD_TEST_LOOP") != "uvloop":
+        sys.modules["uvloop"] = None  # type: ignore[assignment]
     if config.option.cpu_costs is not None:
         config.pluginmanager.register(CpuCosts(config.option.cpu_costs))
 

@@ -150,6 +150,23 @@ def test_defaults_make_a_configuration(role: str) -> None:
     assert (config.role, config.model, config.model_name) == (role, EMBEDDED_MODEL, "embedded")
 
 
+def test_a_model_is_served_under_the_id_that_was_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "models--owner--name" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (tmp_path / "models--owner--name" / "refs").mkdir()
+    (tmp_path / "models--owner--name" / "refs" / "main").write_text("abc")
+    parser, commands = launch_parser()
+    args = parse(parser, commands, ["unified", "--model", "owner/name"])
+    config = node.config_from(args)
+    assert (config.model, config.model_name) == (snapshot, "owner/name")
+    args = parse(parser, commands, ["unified", "--model", "owner/name", "--served-model-name", "x"])
+    assert node.config_from(args).model_name == "x"
+
+
 def test_the_proxy_takes_addresses_without_a_scheme() -> None:
     parser, commands = launch_parser()
     args = parse(parser, commands, ["proxy", "--prefill", "node:1", "--decode", "https://d:2"])

@@ -58,8 +58,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.mark.parametrize(
     ("count", "deployments"),
-    [(10, DEPLOYMENTS[::2]), pytest.param(300, DEPLOYMENTS, marks=pytest.mark.full)],
-    ids=["10", "300"],
+    [(40, DEPLOYMENTS[::2]), pytest.param(300, DEPLOYMENTS, marks=pytest.mark.full)],
+    ids=["40", "300"],
 )
 @pytest.mark.timeout(900)
 def test_random_schemas(model: Path, count: int, deployments: list[Deployment]) -> None:
