@@ -17,7 +17,9 @@ model directory must have a tokenizer (`benchmarks/large_vocabulary.py` makes on
 (`--speculative-algorithm`). Its tokens per second are those accepted, of which
 `--simulate-acceptance` makes as many as a trained model would. `verify:B:T` is one forward pass and
 its sampling over T tokens of each of B sequences, alone and without drafts; `verify:B:1` is a plain
-step. Before each work the cache is emptied. The roofline is that of `pd/bench/engine_roofline.py`.
+step. `mixed:B:N:P` is the same of a step with a part of a prompt beside answers: one token of each
+of B sequences, and N of a prompt of which P are computed. Before each work the cache is emptied.
+The roofline is that of `pd/bench/engine_roofline.py`.
 """
 
 from __future__ import annotations
@@ -93,7 +95,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="extend",
         metavar="WORK",
         help="decode:B,… (or sampled, filters, penalties, schema) prefill:N,… (or schema-prefill) "
-        f"cached:N,… offline:RxIxO spec:B:K verify:B:T (default: {' '.join(DEFAULT_WORK)})",
+        "cached:N,… offline:RxIxO spec:B:K verify:B:T mixed:B:N:P "
+        f"(default: {' '.join(DEFAULT_WORK)})",
     )
     add("work_without_flag", nargs="*", type=_refuse_stray, metavar="WORK", help=argparse.SUPPRESS)
     add("--context", type=int, default=1024, help="tokens attended to in decode, on average")
@@ -224,7 +227,7 @@ def _least(roofline: Roofline, work: Workload, measured: Measured, batch: int) -
     if work.kind == "decode":
         assert measured.context is not None
         return roofline.decode(work.count, measured.context)
-    if work.kind in ("spec", "verify"):
+    if work.kind in ("spec", "verify", "mixed"):
         return None
     if work.kind == "offline":
         return roofline.offline(work.count, work.num_in, work.num_out, batch)

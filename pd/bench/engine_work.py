@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pd.bench.engine_steps import Interval
     from pd.launch import NodeServer
 
-Kind = Literal["decode", "prefill", "cached", "offline", "spec", "verify"]
+Kind = Literal["decode", "prefill", "cached", "offline", "spec", "verify", "mixed"]
 # Works that are ``decode`` and ``prefill`` with other sampling.
 _SAMPLED: dict[str, tuple[Kind, Sampling]] = {
     "decode": ("decode", "greedy"),
@@ -42,14 +42,15 @@ _SAMPLED: dict[str, tuple[Kind, Sampling]] = {
 _DECODES = [name for name, (kind, _) in _SAMPLED.items() if kind == "decode"][1:]
 _WORK = re.compile(
     rf"({'|'.join(_SAMPLED)}):(\d+(?:,\d+)*)|(offline):\d+x\d+x\d+|(spec|verify):\d+:\d+"
+    r"|(mixed):\d+:\d+:\d+"
 )
 # The first steps of a batch still see the end of its prompts.
 _WARM_STEPS = 4
 # Multiples of it are spread evenly over the unit interval.
 _GOLDEN = (5**0.5 - 1) / 2
 _IDLE_SECONDS = 10.0
-# Steps of ``verify`` that are timed together.
-_VERIFIED = 20
+# Steps of ``verify`` and ``mixed`` that are timed together.
+_TIMED_TOGETHER = 20
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,13 @@ class Workload:
     """One thing to measure.
 
     Attributes:
-        count: sequences, of ``decode``, ``spec``, ``verify`` and ``offline``; 1 otherwise.
-        num_in: tokens of each prompt (of ``decode``, ``spec`` and ``verify``: of the context, on
-            average).
+        count: sequences; 1 of ``prefill`` and ``cached``.
+        num_in: tokens of each prompt (of ``decode``, ``spec``, ``verify`` and ``mixed``: of the
+            context, on average).
         num_out: tokens that each generates (of ``spec``: that are drafted for each and step; of
-            ``verify``: that a step computes of each); 0 where that follows from the rest.
+            ``verify``: that a step computes of each; of ``mixed``: that a step computes of a
+            prompt); 0 where that follows from the rest.
+        prior: tokens of the prompt that are computed already, of ``mixed``.
         sampling: of its requests, see :func:`pd.bench.engine_sampling.sampling_params`.
     """
 
@@ -70,12 +73,15 @@ class Workload:
     num_in: int
     num_out: int = 0
     sampling: Sampling = "greedy"
+    prior: int = 0
 
     def __str__(self) -> str:
         if self.kind == "offline":
             return f"offline:{self.count}x{self.num_in}x{self.num_out}"
         if self.kind in ("spec", "verify"):
             return f"{self.kind}:{self.count}:{self.num_out}"
+        if self.kind == "mixed":
+            return f"mixed:{self.count}:{self.num_out}:{self.prior}"
         names = {works: name for name, works in _SAMPLED.items()}
         number = self.count if self.kind == "decode" else self.num_in
         return f"{names[self.kind, self.sampling]}:{number}"
@@ -90,17 +96,21 @@ def parse_work(texts: list[str], context: int) -> list[Workload]:
     for text in texts:
         match = _WORK.fullmatch(text)
         numbers = [int(part) for part in re.findall(r"\d+", text)]
-        if match is None or not all(numbers):
+        # Of a mixed step's prompt nothing need be computed.
+        if match is None or not all(numbers[: 2 if match[5] else None]):
             raise UsageError(
                 f"--work {text} is none of decode:BATCH (or {', '.join(_DECODES)} instead of "
                 "decode), prefill:TOKENS (or schema-prefill), cached:TOKENS, "
-                "offline:REQUESTSxINxOUT, spec:BATCH:DRAFTED and verify:BATCH:TOKENS"
+                "offline:REQUESTSxINxOUT, spec:BATCH:DRAFTED, verify:BATCH:TOKENS and "
+                "mixed:BATCH:TOKENS:PRIOR"
             )
         if match[3]:
             works.append(Workload("offline", numbers[0], numbers[1], numbers[2]))
         elif match[4]:
             kind: Kind = "spec" if match[4] == "spec" else "verify"
             works.append(Workload(kind, numbers[0], context, numbers[1]))
+        elif match[5]:
+            works.append(Workload("mixed", numbers[0], context, numbers[1], prior=numbers[2]))
         else:
             kind, sampling = _SAMPLED[match[1]]
             for number in numbers:
@@ -330,30 +340,43 @@ class Bench:
         )
 
     def _verify(self, work: Workload) -> Measured:
-        """Steps one behind the other, so that none waits for the host."""
+        each = [(work.num_in, work.num_out, work.num_out)] * work.count
+        return self._forward(work, each)
+
+    def _mixed(self, work: Workload) -> Measured:
+        answers = [(work.num_in, 1, 1)] * work.count
+        return self._forward(work, [*answers, (work.prior, work.num_out, 0)])
+
+    def _forward(self, work: Workload, parts: list[tuple[int, int, int]]) -> Measured:
+        """Steps one behind the other, so that none waits for the host.
+
+        Args:
+            parts: of each sequence the tokens that are computed already, those that a step
+                computes, and how many of these have logits.
+        """
         engine = self._node.engine
         engine.activate()
         page_size, pool = engine.pool.page_size, engine.pool
-        each = -(-(work.num_in + work.num_out) // page_size)
-        if each * work.count > pool.num_pages:
-            raise SetupError(f"{work} needs {each * work.count} pages; see --kv-cache-tokens")
+        sizes = [-(-(start + count) // page_size) for start, count, _ in parts]
+        if sum(sizes) > pool.num_pages:
+            raise SetupError(f"{work} needs {sum(sizes)} pages; see --kv-cache-tokens")
         # NOTE: nothing is cached and nobody is served, so all pages are free.
-        pages = self._rng.permutation(pool.num_pages)[: each * work.count].astype(np.int32)
-        ids = self._rng.integers(0, self._vocab, work.num_out).astype(np.int32)
-        items = [
-            ForwardItem(ids, work.num_in, table, work.num_out)
-            for table in pages.reshape(work.count, each)
-        ]
-        draws = [Draw(greedy_state(engine))] * (work.count * work.num_out)
+        pages = self._rng.permutation(pool.num_pages)[: sum(sizes)].astype(np.int32)
+        tables = np.split(pages, np.cumsum(sizes)[:-1])
+        items = []
+        for (start, count, num_logits), table in zip(parts, tables, strict=True):
+            ids = self._rng.integers(0, self._vocab, count).astype(np.int32)
+            items.append(ForwardItem(ids, start, table, num_logits))
+        draws = [Draw(greedy_state(engine))] * sum(num_logits for _, _, num_logits in parts)
         seconds = []
         for _ in range(self._repeats + 1):
             began = time.perf_counter()
-            for _ in range(_VERIFIED):
+            for _ in range(_TIMED_TOGETHER):
                 logits = engine.runner.forward(items)
                 samples = engine.sampler.launch(logits, engine.sampler.prepare(draws))
             samples.result()
-            seconds.append((time.perf_counter() - began) / _VERIFIED)
-        tokens = work.count * work.num_out
+            seconds.append((time.perf_counter() - began) / _TIMED_TOGETHER)
+        tokens = sum(count for _, count, _ in parts)
         return Measured(seconds[1:], tokens, context=work.num_in)
 
     # ---- prompts

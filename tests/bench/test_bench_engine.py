@@ -50,6 +50,18 @@ def test_measures_every_kind_of_work_in_one_node(tmp_path, capsys) -> None:
     assert len(capsys.readouterr().out.splitlines()) == 6
 
 
+def test_steps_with_a_part_of_a_prompt_are_measured(tmp_path) -> None:
+    output = tmp_path / "engine.json"
+    work = ["mixed:3:16:40", "mixed:1:8:0"]
+    size = ["--context", "40", "--repeats", "2", "--kv-cache-tokens", "4096"]
+    assert cli.bench([*FLAGS, "--work", *work, *size, "--output", str(output)]) == 0
+    rows = json.loads(output.read_text())["results"]
+    assert [row["work"] for row in rows] == work
+    for row, tokens in zip(rows, (19, 9), strict=True):
+        assert row["tokens_per_s"] == pytest.approx(tokens / row["median_ms"] * 1e3, rel=0.01)
+    assert cli.bench([*FLAGS, "--work", "mixed:3:0:40", *size]) == 2
+
+
 @pytest.mark.full
 def test_steps_with_other_sampling_are_measured(tmp_path) -> None:
     output = tmp_path / "engine.json"
