@@ -17,7 +17,7 @@ from pd.proxy.chat_output import plan_output
 from pd.proxy.generation import Spec
 from pd.proxy.job import Job
 from pd.proxy.requests.chat import ChatRequest
-from pd.proxy.service import encode, names_of
+from pd.proxy.service import TokenCount, encode, names_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -75,6 +75,7 @@ def _prepare(asked: ChatRequest, rid: str, model: ModelView) -> tuple[Spec, Outp
         kept_special_tokens=plan.kept,
         shows_stop=asked.include_stop_str_in_output,
     )
+    TokenCount().add(spec, model.limits.context_length)
     return spec, plan
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
 from pd.proxy.tokenizer import token_text
 
 if TYPE_CHECKING:
@@ -79,11 +81,12 @@ def chat(names: TokenNames, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def of_prompt(
-    names: TokenNames, entries: Sequence[TokenLogprobs]
-) -> list[dict[str, dict[str, Any]] | None]:
-    """vLLM's ``prompt_logprobs``: at each place the likeliest tokens and the prompt's own by their
-    ids, null at the first. The rank of a token that is none of the likeliest is null."""
+def of_prompt(names: TokenNames, entries: Sequence[TokenLogprobs]) -> msgspec.Raw:
+    """vLLM's ``prompt_logprobs`` as JSON: at each place the likeliest tokens and the prompt's own
+    by their ids, null at the first. The rank of a token that is none of the likeliest is null.
+
+    A long prompt has millions of them, which would take far more memory as objects.
+    """
 
     def describe(token: int, logprob: float, rank: int | None) -> dict[str, Any]:
         return {
@@ -92,10 +95,10 @@ def of_prompt(
             "decoded_token": token_text(names.model, token),
         }
 
-    found: list[dict[str, dict[str, Any]] | None] = []
+    found: list[bytes] = []
     for entry in entries:
         if entry.logprob is None:
-            found.append(None)
+            found.append(b"null")
             continue
         ranks = {token: rank for rank, token in enumerate(entry.top_ids, 1)}
         own = entry.token_id
@@ -104,8 +107,8 @@ def of_prompt(
             for token, logprob in names.best(entry)
         }
         tokens.setdefault(str(own), describe(own, entry.logprob, ranks.get(own)))
-        found.append(tokens)
-    return found
+        found.append(msgspec.json.encode(tokens))
+    return msgspec.Raw(b"[" + b",".join(found) + b"]")
 
 
 Triple = tuple[float | None, int, str]

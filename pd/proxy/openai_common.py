@@ -9,6 +9,7 @@ from pd.proxy.logprobs import TokenNames
 from pd.proxy.service import make_params
 
 if TYPE_CHECKING:
+    import msgspec
     import numpy as np
     import numpy.typing as npt
 
@@ -83,7 +84,7 @@ class AnswerOptions(NamedTuple):
         """Names of tokens in the log probabilities of an answer."""
         return TokenNames(model.text, self.top_tokens or 0, self.tokens_as_ids)
 
-    def of_prompt(self, model: ModelView, generation: Generation) -> list[Any] | None:
+    def of_prompt(self, model: ModelView, generation: Generation) -> msgspec.Raw | None:
         """The log probabilities of a prompt in vLLM's shape, or None if they are not wanted."""
         if self.prompt_logprobs is None:
             return None
