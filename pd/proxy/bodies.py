@@ -104,14 +104,20 @@ class Body:
         return await self._background.run(self._size, function, *args)
 
     async def tokenize(
-        self, function: Callable[..., T], *args: object, text: int | None = None
+        self,
+        function: Callable[..., T],
+        *args: object,
+        text: int | None = None,
+        may_be_long: bool = False,
     ) -> T:
         """Call ``function(*args)``, which tokenizes, on another thread unless it is a short text.
 
-        ``text``: bytes of text, see :func:`text_size`; without it as many as the body has.
+        Args:
+            text: bytes of text, see :func:`text_size`; without it as many as the body has.
+            may_be_long: it may take long, however short the text is.
         """
         text = self._size if text is None else text
-        if text <= INLINE_TEXT_BYTES and self._size <= INLINE_BYTES:
+        if not may_be_long and text <= INLINE_TEXT_BYTES and self._size <= INLINE_BYTES:
             return function(*args)
         return await self._background.run_on_thread(max(self._size, text), function, *args)
 

@@ -38,7 +38,14 @@ class ChatAPI:
         names = names_of(asked, request, "chatcmpl-")
         model = await self._service.model(asked.model)
         self._service.admit(1)
-        spec, plan = await body_of(request.scope).tokenize(_prepare, asked, names.rid, model)
+        spec, plan = await body_of(request.scope).tokenize(
+            _prepare,
+            asked,
+            names.rid,
+            model,
+            # A template may count to a number that the client chose.
+            may_be_long=bool(asked.chat_template_kwargs),
+        )
         owner = caller_of(request.scope).owner
         job = Job(names.rid, ENDPOINT, owner=owner, is_named=names.is_given, streaming=asked.stream)
         job.grammar_fields = plan.grammar_fields

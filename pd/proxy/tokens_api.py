@@ -35,7 +35,9 @@ class TokensAPI:
     async def tokenize(self, request: Request, asked: TokenizeRequest) -> Response:
         """Token ids of a text, or of a chat as the model's template renders it."""
         model = await self._service.model(asked.model)
-        return await body_of(request.scope).tokenize(_tokenize, asked, model)
+        may_be_long = bool(asked.chat_template_kwargs)
+        body = body_of(request.scope)
+        return await body.tokenize(_tokenize, asked, model, may_be_long=may_be_long)
 
     async def detokenize(self, request: Request, asked: DetokenizeRequest) -> Response:
         """The text of token ids."""

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from pd.proxy.background import INLINE_TEXT_BYTES, Background
 from pd.proxy.bodies import Body, count_json, text_size
+from pd.proxy.chat_template import ChatTemplate
 from pd.proxy.request_model import RequestModel
 
 if TYPE_CHECKING:
@@ -61,7 +62,9 @@ def test_blocks_are_counted_as_one_text(monkeypatch: pytest.MonkeyPatch) -> None
         assert count_json(data) == (commas(value), parts(value))
 
 
-def runs_at_once(body: bytes, *, text: int | None = None, parse: bool = False) -> bool:
+def runs_at_once(
+    body: bytes, *, text: int | None = None, parse: bool = False, may_be_long: bool = False
+) -> bool:
     """Whether work on a body is done on the event loop's thread."""
     threads: list[int] = []
 
@@ -76,7 +79,8 @@ def runs_at_once(body: bytes, *, text: int | None = None, parse: bool = False) -
         if parse:
             await Body(body, background).read(Model)
         else:
-            await Body(body, background).tokenize(Model.parse, b"", text=text)
+            tokenize = Body(body, background).tokenize
+            await tokenize(Model.parse, b"", text=text, may_be_long=may_be_long)
         background.close()
 
     asyncio.run(work())
@@ -95,6 +99,7 @@ def test_what_is_tokenized_on_the_loop_is_short() -> None:
     assert not runs_at_once(body)
     assert not runs_at_once(body * 2, text=text_size(ids))
     assert runs_at_once(b"x" * INLINE_TEXT_BYTES)
+    assert not runs_at_once(b"x", may_be_long=True)
 
 
 def test_what_is_parsed_on_the_loop_is_small() -> None:
@@ -284,3 +289,27 @@ def test_a_request_under_way_holds_nothing_of_its_body(cluster: Cluster, path: s
         finally:
             decode.fail(decode.wait_generate(), "node_failed")
         assert answer.result() == 502
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_templates_with_variables_of_clients_are_rendered_on_another_thread(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """They may count to a number that the client chose."""
+    threads: list[str] = []
+    render = ChatTemplate.render
+
+    def noted(template: ChatTemplate, *args: Any, **options: Any) -> str:
+        threads.append(threading.current_thread().name)
+        return render(template, *args, **options)
+
+    monkeypatch.setattr(ChatTemplate, "render", noted)
+    cluster.pair()
+    client = cluster.client()
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+    for variables in (None, {"n": 5}):
+        response = client.post(path, json=asked | {"chat_template_kwargs": variables})
+        assert response.status_code == 200, response.text
+    at_once, later = threads
+    assert not at_once.startswith("background")
+    assert later.startswith("background")
