@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import argparse
 
     from pd.bench.deployments import ServedLayout
-    from pd.bench.load.measure import LoadResult, Server
+    from pd.bench.load.measure import LoadResult, ProbedServer
     from pd.bench.load.search import SearchSettings
 
 EXAMPLES = """\
@@ -153,7 +153,7 @@ class _Sweep:
     ) -> None:
         self._args, self._search, self._layout, self._rows = args, search, layout, rows
         self._name = layout.name
-        self._server: Server | None = None
+        self._server: ProbedServer | None = None
         self._runs = 0
 
     def run(self) -> None:
@@ -200,7 +200,7 @@ class _Sweep:
         assert result.goodput is not None
         return result.goodput.share
 
-    def _note(self, rate: float, repeat: int, server: Server, result: LoadResult) -> None:
+    def _note(self, rate: float, repeat: int, server: ProbedServer, result: LoadResult) -> None:
         goodput, found = result.goodput, result.measures
         assert goodput is not None
         row: Row = {
@@ -229,7 +229,7 @@ class _Sweep:
             directory = self._args.output_dir / f"{self._name}-{rate:.3f}-{repeat}"
             self._write(directory, server, result)
 
-    def _write(self, directory: Path, server: Server, result: LoadResult) -> None:
+    def _write(self, directory: Path, server: ProbedServer, result: LoadResult) -> None:
         from pd.bench.load.results import shown_command, shown_settings, write_results
 
         command = shown_command(self._args.command_line)

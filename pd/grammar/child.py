@@ -39,7 +39,7 @@ class Vocabulary(msgspec.Struct, frozen=True):
     stop_ids: list[int]
 
 
-class Job(msgspec.Struct, frozen=True):
+class CompileJob(msgspec.Struct, frozen=True):
     """A grammar to compile.
 
     Attributes:
@@ -83,7 +83,7 @@ class Result(msgspec.Struct, frozen=True):
 _QUICK_SECONDS = 0.1
 # Argument of a process that has no stand-ins.
 _ALL_IMPORTS = "--all-imports"
-_VOCABULARY, _JOB = msgspec.msgpack.Decoder(Vocabulary), msgspec.msgpack.Decoder(Job)
+_VOCABULARY, _JOB = msgspec.msgpack.Decoder(Vocabulary), msgspec.msgpack.Decoder(CompileJob)
 
 
 def send_frame(stream: IO[bytes], frame: bytes) -> None:
@@ -141,7 +141,7 @@ def _import_xgrammar() -> None:
         os.execv(sys.executable, [sys.executable, "-m", "pd.grammar.child", _ALL_IMPORTS])
 
 
-def _compile(compiler: Compiler, job: Job) -> Result:
+def _compile(compiler: Compiler, job: CompileJob) -> Result:
     from pd.grammar.json_schemas import WrongSchemaError
     from pd.grammar.xgrammar_library import dump_compiled
 
@@ -177,7 +177,7 @@ def _was_silent() -> bool:
     return False
 
 
-def _limit(job: Job, idle_bytes: int) -> None:
+def _limit(job: CompileJob, idle_bytes: int) -> None:
     """Have the kernel end this process if the job takes more than it may, on top of what earlier
     ones left."""
     from pd.grammar.xgrammar_library import CACHE_BYTES

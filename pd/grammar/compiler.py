@@ -13,7 +13,7 @@ import msgspec
 
 from pd.core.brief import shorten
 from pd.core.errors import InvalidRequestError, UnavailableError
-from pd.grammar.child import Job, Result, Vocabulary, read_frame, send_frame
+from pd.grammar.child import CompileJob, Result, Vocabulary, read_frame, send_frame
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,7 +86,7 @@ class GrammarCompiler:
             UnavailableError: the node stops, or the child did not start or was killed.
         """
         limits = self._limits
-        job = Job(grammar.kind, grammar.text, *limits)
+        job = CompileJob(grammar.kind, grammar.text, *limits)
         child = self._started()
         assert child.stdin is not None and child.stdout is not None
         timer = threading.Timer(_HUNG_SECONDS, child.kill)

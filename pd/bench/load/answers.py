@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pd.bench.load.endpoints import Generate
+from pd.bench.load.endpoints import NativeGenerate
 from pd.bench.load.stream import parse_events, parse_http
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class _Reader:
     def __init__(self, answer: Answer, endpoint: Endpoint) -> None:
         self._answer, self._endpoint = answer, endpoint
         # The API whose events may repeat what those before them had.
-        self._may_repeat = isinstance(endpoint, Generate)
+        self._may_repeat = isinstance(endpoint, NativeGenerate)
         self._texts: list[str] = []
         self._text_size = 0
         self._ids: list[int] = []

@@ -80,7 +80,7 @@ class Endpoint(Protocol):
 
 def endpoint(path: str) -> Endpoint:
     """The endpoint of a path. Raises UsageError."""
-    known: dict[str, Endpoint] = {e.path: e for e in (Completions(), Chat(), Generate())}
+    known: dict[str, Endpoint] = {e.path: e for e in (Completions(), Chat(), NativeGenerate())}
     if path not in known:
         raise UsageError(f"--endpoint is one of {', '.join(known)}, not {path}")
     return known[path]
@@ -171,7 +171,7 @@ def _add_choice(found: Event, choice: dict[str, Any]) -> None:
     found.finish_reason = choice.get("finish_reason") or found.finish_reason
 
 
-class Generate:
+class NativeGenerate:
     """SGLang's native API, which pd's proxy has too."""
 
     path = "/generate"

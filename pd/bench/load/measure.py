@@ -68,7 +68,7 @@ class LoadResult:
 
 
 @dataclass(frozen=True)
-class Server:
+class ProbedServer:
     """A server that was asked what it takes; the settings are those that hold for it."""
 
     settings: LoadSettings
@@ -77,7 +77,7 @@ class Server:
     notes: dict[str, Any]
 
 
-def probe_server(settings: LoadSettings, client: LoadClient) -> Server:
+def probe_server(settings: LoadSettings, client: LoadClient) -> ProbedServer:
     """Ask a server for its model, its context and the fields that it takes.
 
     Raises SetupError or UsageError if the run cannot be.
@@ -104,14 +104,14 @@ def probe_server(settings: LoadSettings, client: LoadClient) -> Server:
     refused = _refused(wanted, options)
     if refused:
         notes["fields_the_server_refuses"] = refused
-    return Server(settings, client, probe, notes)
+    return ProbedServer(settings, client, probe, notes)
 
 
 def _refused(wanted: Options, taken: Options) -> list[str]:
     return [name for name, value in vars(wanted).items() if value and not getattr(taken, name)]
 
 
-def measure_server(server: Server) -> LoadResult:
+def measure_server(server: ProbedServer) -> LoadResult:
     """Draw, send and evaluate. Raises PDError if there is nothing to evaluate."""
     settings = server.settings
     sessions, notes = draw_sessions(
@@ -160,7 +160,7 @@ def _check_prompts(settings: LoadSettings, sessions: Sequence[Session]) -> None:
         api.body(turn.prompt, turn, settings.sampling, settings.options)
 
 
-def _send(server: Server, sessions: Sequence[Session], warm_up: Sequence[Session]) -> Run:
+def _send(server: ProbedServer, sessions: Sequence[Session], warm_up: Sequence[Session]) -> Run:
     settings = server.settings
     plan = Plan(
         process="",

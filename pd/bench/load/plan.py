@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pd.bench.load.endpoints import Options, Sampling
-from pd.bench.load.target import Target
+from pd.bench.load.target import EndpointAddress
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Plan:
     """
 
     process: str
-    target: Target
+    target: EndpointAddress
     endpoint: str
     sampling: Sampling
     options: Options
@@ -43,7 +43,7 @@ class Plan:
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> Plan:
         parts: dict[str, Any] = {
-            "target": Target(**row["target"]),
+            "target": EndpointAddress(**row["target"]),
             "sampling": Sampling(**row["sampling"]),
             "options": Options(**row["options"]),
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from pd.bench.load.endpoints import Generate, Options, endpoint
+from pd.bench.load.endpoints import NativeGenerate, Options, endpoint
 from pd.bench.load.workload import Turn
 from pd.core.errors import SetupError, UsageError
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from pd.bench.load.client import Fetch
     from pd.bench.load.endpoints import Sampling
-    from pd.bench.load.target import Target
+    from pd.bench.load.target import EndpointAddress
 
 # Left out one after the other, until the server takes the rest.
 _OPENAI_OPTIONS = ("running_usage", "token_ids", "ignore_eos", "usage")
@@ -31,7 +31,7 @@ class ServerProbe:
         base_url: what stands before the paths of the API.
     """
 
-    def __init__(self, target: Target, path: str, fetch: Fetch) -> None:
+    def __init__(self, target: EndpointAddress, path: str, fetch: Fetch) -> None:
         scheme = "https" if target.tls else "http"
         host = f"[{target.host}]" if ":" in target.host else target.host
         self.base_url = f"{scheme}://{host}:{target.port}{target.path.removesuffix(path)}"
@@ -56,7 +56,7 @@ class ServerProbe:
 
         Raises SetupError if it refuses the plainest request, or cannot be reached.
         """
-        names = _GENERATE_OPTIONS if self._path == Generate.path else _OPENAI_OPTIONS
+        names = _GENERATE_OPTIONS if self._path == NativeGenerate.path else _OPENAI_OPTIONS
         first = self._refusal(sampling, wanted, tokens=tokens)
         options = wanted
         for name in names if first is not None else ():

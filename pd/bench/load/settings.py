@@ -12,7 +12,7 @@ from pd.bench.load.client_checks import ClientLimits
 from pd.bench.load.datasets.spec import DatasetSpec, TraceSpec
 from pd.bench.load.endpoints import Chat, Options, Sampling, endpoint
 from pd.bench.load.goodput import Objectives
-from pd.bench.load.target import Target
+from pd.bench.load.target import EndpointAddress
 from pd.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class LoadSettings:
     """
 
     url: str
-    target: Target
+    target: EndpointAddress
     endpoint: str
     sampling: Sampling
     options: Options
@@ -80,7 +80,7 @@ def load_settings(
     _check_numbers(args, max(1, len(hosts)))
     return LoadSettings(
         url=url,
-        target=Target.parse(url, api.path, api_key_of(args)),
+        target=EndpointAddress.parse(url, api.path, api_key_of(args)),
         endpoint=api.path,
         sampling=Sampling(args.model, args.temperature, _extra_body(args.extra_body)),
         options=Options(ignore_eos=_ignores_eos(args)),

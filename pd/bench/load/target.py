@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Target:
+class EndpointAddress:
     """The address of an endpoint.
 
     Attributes:
@@ -34,7 +34,7 @@ class Target:
     api_key: str | None = None
 
     @classmethod
-    def parse(cls, url: str, path: str, api_key: str | None = None) -> Target:
+    def parse(cls, url: str, path: str, api_key: str | None = None) -> EndpointAddress:
         """Raises UsageError for an address that is none."""
         parts = urlsplit(url if "://" in url else f"http://{url}")
         try:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pd.bench.load.answers import Answer, read_answer
-from pd.bench.load.endpoints import Chat, Completions, Generate
+from pd.bench.load.endpoints import Chat, Completions, NativeGenerate
 from pd.bench.load.reception import Reception
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def test_generate_sends_what_is_new_or_all_so_far(cumulative) -> None:
         meta = {"completion_tokens": len(ids), "prompt_tokens": 8, "cached_tokens": 4}
         meta["stages"] = {"prefill": 0.25}
         events.append({"text": "x" * len(shown), "output_ids": shown, "meta_info": meta})
-    answer = streamed(*events, "[DONE]", endpoint=Generate())
+    answer = streamed(*events, "[DONE]", endpoint=NativeGenerate())
     assert (answer.ids, answer.counts, answer.text) == ([1, 2, 3, 4], [1, 2, 1], "xxxx")
     assert (answer.cached_tokens, answer.stages) == (4, {"prefill": 0.25})
 
@@ -105,7 +105,7 @@ def test_generate_without_ids_that_repeats_its_text() -> None:
         {"text": "abc"[:n], "meta_info": {"completion_tokens": n, "finish_reason": None}}
         for n in (1, 3)
     ]
-    answer = streamed(*events, "[DONE]", endpoint=Generate())
+    answer = streamed(*events, "[DONE]", endpoint=NativeGenerate())
     assert (answer.text, answer.counts) == ("abc", [1, 2])
 
 

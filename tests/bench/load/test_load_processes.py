@@ -14,7 +14,7 @@ from pd.bench.load.endpoints import Options, Sampling
 from pd.bench.load.load_process import LoadPlace
 from pd.bench.load.plan import Plan
 from pd.bench.load.processes import LoadProcesses, Run
-from pd.bench.load.target import Target
+from pd.bench.load.target import EndpointAddress
 
 if TYPE_CHECKING:
     from pd.core.errors import PDError
@@ -56,7 +56,7 @@ def ctrl_c(progress: dict[str, float]) -> None:
 
 def run_of(*places: LoadPlace) -> Run:
     """A run that Ctrl-C ends as soon as there is progress."""
-    target = Target("127.0.0.1", 9, False, "/")
+    target = EndpointAddress("127.0.0.1", 9, False, "/")
     plan = Plan("", target, "/v1/completions", Sampling(), Options(), None, 5.0, "bench-x")
     with LoadProcesses(LoadClient(places)) as running:
         return running.run(plan, [], [], ctrl_c)

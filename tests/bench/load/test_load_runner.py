@@ -13,7 +13,7 @@ from pd.bench.load import runner as module
 from pd.bench.load.endpoints import Options, Sampling
 from pd.bench.load.plan import Plan
 from pd.bench.load.runner import Runner
-from pd.bench.load.target import Target
+from pd.bench.load.target import EndpointAddress
 from pd.bench.load.workload import Session, Turn
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ ANSWER = (
 
 
 def runner_of(port: int, *sessions: Session, timeout: float = 30.0) -> Runner:
-    target = Target("127.0.0.1", port, False, ENDPOINT)
+    target = EndpointAddress("127.0.0.1", port, False, ENDPOINT)
     options = Options(ignore_eos=True)
     plan = Plan("p", target, ENDPOINT, Sampling(), options, None, timeout, "bench-x")
     return Runner(plan, sessions)

@@ -18,7 +18,7 @@ from pd import cli
 from pd.bench.load.endpoints import Options, Sampling
 from pd.bench.load.plan import Plan
 from pd.bench.load.records import Record, read_records
-from pd.bench.load.target import Target
+from pd.bench.load.target import EndpointAddress
 from pd.bench.load.workload import Session, Turn
 
 if TYPE_CHECKING:
@@ -435,7 +435,7 @@ def test_a_sweep_without_what_it_needs_says_so(flags, complaint, capsys) -> None
 @pytest.mark.parametrize("lines", [0, 1])
 def test_a_load_process_whose_harness_has_gone_sends_nothing(scripted, lines) -> None:
     server = scripted()
-    plan = Plan("p", Target.parse(server.url, "/v1/completions"), "/v1/completions",
+    plan = Plan("p", EndpointAddress.parse(server.url, "/v1/completions"), "/v1/completions",
                 Sampling(), Options(), None, 5.0, "bench-x")  # fmt: skip
     told = [json.dumps({"plan": plan.to_json()}) + "\n"]
     told.append(json.dumps({"warm_up": Session(0, (Turn([1], 1, 1),)).to_json()}) + "\n")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pd.bench.load import clocks
-from pd.bench.load.target import Target
+from pd.bench.load.target import EndpointAddress
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n"
 
 
-def serve_once(answer: Callable[[socket.socket], None]) -> Target:
+def serve_once(answer: Callable[[socket.socket], None]) -> EndpointAddress:
     """A server for one connection."""
     listening = socket.create_server(("127.0.0.1", 0))
 
@@ -30,7 +30,7 @@ def serve_once(answer: Callable[[socket.socket], None]) -> Target:
             answer(connection)
 
     threading.Thread(target=run, daemon=True).start()
-    return Target("127.0.0.1", listening.getsockname()[1], False, "/")
+    return EndpointAddress("127.0.0.1", listening.getsockname()[1], False, "/")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux stamps received data")

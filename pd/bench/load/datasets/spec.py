@@ -89,7 +89,7 @@ class Drawn:
     notes: dict[str, Any] = field(default_factory=dict)
 
 
-class Draw:
+class RandomPrompts:
     """Random lengths and prompts of one dataset."""
 
     def __init__(self, spec: DatasetSpec, seed: int) -> None:

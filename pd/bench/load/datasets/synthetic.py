@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pd.bench.load.datasets.jsonl import read_rows
-from pd.bench.load.datasets.spec import Draw, Drawn
+from pd.bench.load.datasets.spec import Drawn, RandomPrompts
 from pd.bench.load.workload import Turn
 from pd.core.errors import UsageError
 
@@ -44,13 +44,13 @@ SCHEMAS: tuple[dict[str, Any], ...] = (
 
 def draw_random(spec: DatasetSpec, seed: int) -> Drawn:
     """Prompts that share nothing."""
-    draw = Draw(spec, seed)
+    draw = RandomPrompts(spec, seed)
     return Drawn([(_turn(spec, draw, []),) for _ in range(_count(spec))])
 
 
 def draw_shared_prefix(spec: DatasetSpec, seed: int) -> Drawn:
     """Prompts that begin with one of a few prefixes; which one is drawn for each."""
-    draw = Draw(spec, seed)
+    draw = RandomPrompts(spec, seed)
     prefixes = [draw.ids(spec.prefix_len) for _ in range(spec.num_prefixes)]
     chosen = draw.rng.integers(0, spec.num_prefixes, _count(spec))
     return Drawn([(_turn(spec, draw, prefixes[number]),) for number in chosen])
@@ -58,7 +58,7 @@ def draw_shared_prefix(spec: DatasetSpec, seed: int) -> Drawn:
 
 def draw_multi_turn(spec: DatasetSpec, seed: int) -> Drawn:
     """Conversations: each turn but the first adds ``turn_len`` tokens after a time to think."""
-    draw = Draw(spec, seed)
+    draw = RandomPrompts(spec, seed)
     sessions = []
     for _ in range(_count(spec)):
         turns = [_turn(spec, draw, [])]
@@ -74,7 +74,7 @@ def draw_multi_turn(spec: DatasetSpec, seed: int) -> Drawn:
 def draw_structured(spec: DatasetSpec, seed: int) -> Drawn:
     """Random prompts, each with a JSON schema that the answer has to follow."""
     schemas = SCHEMAS if spec.path is None else read_schemas(spec.path)
-    draw = Draw(spec, seed)
+    draw = RandomPrompts(spec, seed)
     chosen = draw.rng.integers(0, len(schemas), _count(spec))
     return Drawn([(_turn(spec, draw, [], schemas[n]),) for n in chosen])
 
@@ -92,7 +92,7 @@ def _count(spec: DatasetSpec) -> int:
 
 
 def _turn(
-    spec: DatasetSpec, draw: Draw, prefix: list[int], schema: dict[str, Any] | None = None
+    spec: DatasetSpec, draw: RandomPrompts, prefix: list[int], schema: dict[str, Any] | None = None
 ) -> Turn:
     ids = prefix + draw.ids(draw.length(spec.input_len))
     return Turn(draw.prompt(ids), len(ids), draw.length(spec.output_len), schema=schema)
