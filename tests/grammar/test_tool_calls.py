@@ -115,7 +115,7 @@ def random_parameter(rng: random.Random, name: str, definitions: dict[str, Any])
 
 def validate(message: Any, tools: list[Any]) -> None:
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
-    assert message.content is None
+    assert not message.content
     assert message.tool_calls
     for call in message.tool_calls:
         arguments = json.loads(call.function.arguments)

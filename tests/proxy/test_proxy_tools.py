@@ -109,6 +109,16 @@ def test_parallel_calls(model: Scripted) -> None:
     assert model.node.wait_generate().params.grammar is None
 
 
+def test_what_is_beside_calls(model: Scripted) -> None:
+    """A named function leaves the model no text to write, and clients expect one that is empty."""
+    call = BOTH[BOTH.index("<tool_call>") : BOTH.index("</tool_call>") + len("</tool_call>")]
+    assert model.ask(call).choices[0].message.content is None
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    (choice,) = model.ask(call, tool_choice=named).choices
+    assert (choice.message.content, choice.finish_reason) == ("", "stop")
+    assert calls_of(choice.message) == CITIES[:1]
+
+
 def test_streams_have_the_name_first_and_then_arguments(model: Scripted) -> None:
     chunks = [chunk.choices[0] for chunk in model.ask(BOTH, stream=True)]
     assert chunks[0].delta.role == "assistant"
