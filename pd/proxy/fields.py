@@ -198,6 +198,18 @@ def _check_choices(value: object) -> list[str | list[int]]:
     return options
 
 
+def _check_choice_texts(value: object) -> object:
+    if not isinstance(value, list):
+        raise mismatch("a list of texts", value)
+    if not 0 < len(value) <= MAX_CHOICES:
+        raise problem(f"must have 1 to {MAX_CHOICES} texts, not {len(value)}")
+    if not are_all(str, value):
+        raise mismatch("a list of texts", value)
+    if "" in value:
+        raise problem("may not contain an empty text")
+    return value
+
+
 def _check_logit_bias(value: object) -> dict[int, float]:
     if not isinstance(value, dict):
         raise mismatch("an object", value)
@@ -233,6 +245,9 @@ StopStrings = Annotated[
 Choices = Annotated[
     list[str | list[int]],
     PlainValidator(_check_choices, json_schema_input_type=list[str | list[int]]),
+]
+ChoiceTexts = Annotated[
+    list[str], PlainValidator(_check_choice_texts, json_schema_input_type=list[str])
 ]
 LogitBias = Annotated[
     dict[int, float], PlainValidator(_check_logit_bias, json_schema_input_type=dict[str, float])

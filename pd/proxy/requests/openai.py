@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 from pd.core.errors import InvalidRequestError
 from pd.core.grammar import Grammar
 from pd.core.sampling_params import MAX_TOP_LOGPROBS, RANGES
-from pd.proxy.fields import Bounds, Integer, Prompts
+from pd.proxy.fields import MAX_CHOICES, Bounds, ChoiceTexts, Integer, Prompts
 from pd.proxy.request_model import RequestModel
 from pd.proxy.requests.common import (
     UNSUPPORTED_SAMPLING,
@@ -90,7 +90,7 @@ class StructuredOutputs(RequestModel):
     # Models of pydantic have a method of the field's own name.
     json_schema: ObjectOrText | None = Field(None, alias="json", description="A JSON schema.")
     regex: GrammarText | None = Field(None, description="A regular expression.")
-    choice: list[str] | None = Field(None, description="Texts of which the answer is one.")
+    choice: ChoiceTexts | None = Field(None, description="Texts of which the answer is one.")
     grammar: GrammarText | None = Field(None, description="A grammar in GBNF.")
     json_object: bool = Field(False, description="Any JSON object.")
     structural_tag: ObjectOrText | None = Field(None, description="In xgrammar's form.")
@@ -148,8 +148,10 @@ class OpenAIRequest(SamplingFields, RequestFields):
         description="A grammar in GBNF whose rule `root` is the answer; also `guided_grammar`.",
     )
     guided_grammar: GrammarText | None = Field(None, description="The same as `ebnf`.")
-    guided_choice: list[str] | None = Field(
-        None, description="Texts of which the answer is one.", json_schema_extra={"minItems": 1}
+    guided_choice: ChoiceTexts | None = Field(
+        None,
+        description="Texts of which the answer is one.",
+        json_schema_extra={"minItems": 1, "maxItems": MAX_CHOICES},
     )
     structured_outputs: StructuredOutputs | None = Field(
         None, description="One of the constraints above, in vLLM's form."
