@@ -32,8 +32,8 @@ SHARED_BY_WORKERS = (
     "tests/transfer/test_transfer_nixl.py",
 )
 
-# Tests that take minutes and little of the processors, so that others run beside them.
-BESIDE_OTHERS = (
+# Tests that take minutes, which would be the last to end.
+BEGIN_FIRST = (
     "tests/proxy/test_proxy_soak.py",
     "tests/e2e/test_churn.py",
     "tests/e2e/test_failover_processes.py",
@@ -42,6 +42,10 @@ BESIDE_OTHERS = (
     "tests/proxy/test_with_two_processes.py",
     "tests/transfer/test_transfer_late_writes.py",
     "tests/transfer/test_transfer_nixl.py",
+    "tests/grammar/test_hostile_grammars.py",
+    "tests/speculative/test_many_streams.py",
+    "tests/grammar/test_random_schemas.py",
+    "tests/e2e/test_damage_rate.py",
 )
 
 
@@ -65,7 +69,7 @@ def _together(nodeid: str) -> str:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With several workers, files of many tests come first, and single tests last, so that all
-    workers end at about the same time; before them those of :data:`BESIDE_OTHERS`."""
+    workers end at about the same time; before them those of :data:`BEGIN_FIRST`."""
     every: int = config.option.every
     if every > 1:
         config.hook.pytest_deselected(items=[i for n, i in enumerate(items) if n % every])
@@ -75,7 +79,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     counts = Counter(_together(item.nodeid) for item in items)
 
     def place(item: pytest.Item) -> tuple[bool, int]:
-        is_first = item.nodeid.startswith(BESIDE_OTHERS)
+        is_first = item.nodeid.startswith(BEGIN_FIRST)
         return not is_first, -counts[_together(item.nodeid)]
 
     items.sort(key=place)

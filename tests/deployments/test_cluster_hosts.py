@@ -58,8 +58,7 @@ def nothing_runs(network: dict[str, netns.Host]) -> bool:
     return not any(subprocess.run(c, capture_output=True, check=True).stdout for c in commands)
 
 
-# Over tcp a host dies in `make test`.
-@pytest.mark.parametrize("backend", [pytest.param("tcp", marks=pytest.mark.full), "nixl"])
+@pytest.mark.parametrize("backend", ["tcp", "nixl"])
 def test_load_from_a_host_and_what_all_hosts_say_are_in_one_directory(
     backend: str, network: dict[str, netns.Host], tmp_path: Path
 ) -> None:
