@@ -96,7 +96,7 @@ def parse_work(texts: list[str], context: int) -> list[Workload]:
     for text in texts:
         match = _WORK.fullmatch(text)
         numbers = [int(part) for part in re.findall(r"\d+", text)]
-        # Of a mixed step's prompt nothing need be computed.
+        # The prompt of a mixed step may have no computed tokens.
         if match is None or not all(numbers[: 2 if match[5] else None]):
             raise UsageError(
                 f"--work {text} is none of decode:BATCH (or {', '.join(_DECODES)} instead of "

@@ -93,6 +93,8 @@ def _prepare(
         specs.append(spec)
     if not asked.echo:
         return specs, None
+    if asked.truncate_prompt_tokens is not None:
+        prompts = [spec.token_ids.tolist() for spec in specs]
     return specs, [_echo(model, prompt) for prompt in prompts]
 
 

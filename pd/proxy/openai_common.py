@@ -162,6 +162,6 @@ def truncated(asked: OpenAIRequest, ids: IntArray, model: ModelView) -> IntArray
     most = asked.truncate_prompt_tokens
     if most is None:
         return ids
-    if most <= 0:
+    if most < 0:
         most = max(1, model.limits.context_length - (asked.wanted_tokens or 1))
     return ids[-most:] if asked.truncation_side == "left" else ids[:most]

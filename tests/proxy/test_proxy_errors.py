@@ -104,6 +104,7 @@ BAD_REQUESTS: list[tuple[tuple[str, Any], str, str | None]] = [
     (completion(ignore_eos=0), "a boolean", "ignore_eos"),
     (completion(cache_salt=5), "cache_salt must be a string", "cache_salt"),
     (completion(user=5), "user must be a string", "user"),
+    (completion(truncate_prompt_tokens=0), "at least 1, or -1", "truncate_prompt_tokens"),
     (completion(prompt_logprobs=1, stream=True), "set stream to false", "prompt_logprobs"),
     (completion(prompt_logprobs=-1), "between 0 and", "prompt_logprobs"),
     (completion(priority="high"), "'high'", "priority"),

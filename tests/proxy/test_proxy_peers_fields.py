@@ -133,6 +133,15 @@ def test_a_prompt_may_be_cut(cluster: Cluster, fields: dict[str, Any], kept: sli
     assert found == prompt[kept]
 
 
+def test_the_echo_of_a_cut_prompt_is_what_is_left(cluster: Cluster) -> None:
+    cluster.pair(says("x"))
+    asked = {"prompt": "hello world", "truncate_prompt_tokens": 2, "echo": True, "logprobs": 0}
+    (choice,) = complete(cluster.client(), **asked)["choices"]
+    left = ids("hello world")[-2:]
+    assert choice["text"] == TOKENS.decode(left) + "x"
+    assert len(choice["logprobs"]["tokens"]) == len(left) + len(ids("x")) + 1
+
+
 def test_log_probabilities_of_a_prompt(cluster: Cluster) -> None:
     cluster.pair(says("ab"))
     client = cluster.client()

@@ -11,14 +11,8 @@ without a server.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-
-TESTS = Path(__file__).parents[1]
+from again import run_again
 
 
 @pytest.mark.full
@@ -50,15 +44,4 @@ TESTS = Path(__file__).parents[1]
 def test_with_two_processes(file: str, every: int, chosen: str) -> None:
     """Only some tests run of long files about single requests, which one process serves alone.
     ``chosen``: an expression that leaves out tests which have the proxy in their own process."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider"]
-    command += ["-rs", "-m", "not full", "--every", str(every), "-k", chosen]
-    command += [str(TESTS / file)]
-    done = subprocess.run(
-        command,
-        env=os.environ | {"PD_TEST_PROXY_WORKERS": "2"},
-        cwd=TESTS.parent,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert " skipped" not in done.stdout, done.stdout
+    run_again(file, every, chosen, PD_TEST_PROXY_WORKERS="2")

@@ -3,15 +3,10 @@ reads, writes and closes connections in its own way."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
-
-TESTS = Path(__file__).parents[1]
+from again import run_again
 
 
 @pytest.mark.full
@@ -32,14 +27,4 @@ TESTS = Path(__file__).parents[1]
 )
 def test_with_uvloop(file: str, every: int) -> None:
     assert version("uvloop")
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider"]
-    command += ["-rs", "-m", "not full", "--every", str(every), str(TESTS / file)]
-    done = subprocess.run(
-        command,
-        env=os.environ | {"PD_TEST_LOOP": "uvloop"},
-        cwd=TESTS.parent,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert " skipped" not in done.stdout, done.stdout
+    run_again(file, every, PD_TEST_LOOP="uvloop")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, PrivateAttr, model_validator
@@ -199,10 +200,10 @@ class OpenAIRequest(SamplingFields, RequestFields):
         return arguments
 
     @property
+    @abstractmethod
     def top_tokens(self) -> int | None:
         """Likeliest tokens that are shown beside each token of an answer; None: no log
         probabilities are."""
-        raise NotImplementedError
 
     @property
     def grammar_field(self) -> str:
@@ -243,6 +244,15 @@ class OpenAIRequest(SamplingFields, RequestFields):
             )
         for field, grammar in found.items():
             self._grammar, self._grammar_field = grammar, field
+        return self
+
+    @model_validator(mode="after")
+    def _some_of_the_prompt_is_left(self) -> Self:
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidRequestError(
+                "truncate_prompt_tokens must be at least 1, or -1 for what fits, not 0",
+                param="truncate_prompt_tokens",
+            )
         return self
 
     @model_validator(mode="after")
