@@ -361,12 +361,17 @@ def is_idle(server: NodeServer) -> bool:
     return quiet and pages["free"] + pages["cached"] == pages["total"]
 
 
-def wait_until(condition: Any, timeout: float, describe: Any = lambda: "") -> None:
-    """Poll until ``condition()`` is true; fails with ``describe()`` after ``timeout`` seconds."""
+def wait_until(
+    condition: Any, timeout: float, describe: Any = lambda: "", *, every: float = 0.01
+) -> None:
+    """Poll until ``condition()`` is true; fails with ``describe()`` after ``timeout`` seconds.
+
+    ``every``: seconds between two looks.
+    """
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout} s: {describe()}"
-        time.sleep(0.01)
+        time.sleep(every)
 
 
 def random_prompts(seed: int, lengths: Sequence[int], vocab: int = 256) -> Iterator[list[int]]:

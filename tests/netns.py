@@ -6,24 +6,35 @@ Only the machine's owner may make them, so tests that need them call :func:`requ
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import os
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from ipaddress import IPv4Address
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from lacking import skip_or_fail
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 # Set aside for tests of networks (RFC 2544): nobody's addresses. Every network takes sixteen.
 _BASE = IPv4Address("198.18.0.0")
 _BLOCKS = (1 << 17) // 16
 _PREFIX = "pdtest"
 _COUNTER = itertools.count()
+_NAMESPACES = Path("/run/netns")
+# Of the thread that opens it. Linux has it since 6.15.
+_LONGEST_PAUSE = Path("/proc/sys/net/ipv4/tcp_rto_max_ms")
+_CLONE_NEWNET = 0x40000000
+# States of TCP connections, as /proc/net/tcp has them, in which nothing has been sent yet.
+_SYN_SENT, _LISTEN = "02", "0A"
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+T = TypeVar("T")
 
 
 def why_not() -> str | None:
@@ -70,6 +81,29 @@ class Host:
     def ip(self, *command: str) -> None:
         """``ip`` in the namespace."""
         _run("ip", "-n", self.namespace, *command)
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Call a function on a thread which is in the namespace.
+
+        Sockets that the function opens belong to this host, and so do those of all threads that it
+        starts. Other threads of the process may use them.
+        """
+        with ThreadPoolExecutor(1, initializer=self._enter) as thread:
+            return thread.submit(function).result()
+
+    def _enter(self) -> None:
+        with (_NAMESPACES / self.namespace).open() as file:
+            if _LIBC.setns(file.fileno(), _CLONE_NEWNET):
+                error = ctypes.get_errno()
+                raise OSError(error, os.strerror(error), self.namespace)
+
+    def unacknowledged_bytes(self) -> int:
+        """Bytes of this host's TCP connections that nobody has acknowledged, the ends of closed
+        connections included."""
+        table = self.call(Path("/proc/thread-self/net/tcp").read_text)
+        rows = (line.split() for line in table.splitlines()[1:])
+        begun = (row for row in rows if row[3] not in (_SYN_SENT, _LISTEN))
+        return sum(int(row[4].split(":")[0], 16) for row in begun)
 
 
 class Network:
@@ -183,37 +217,94 @@ def network() -> Iterator[Network]:
         running.close()
 
 
-@contextlib.contextmanager
-def lan(count: int) -> Iterator[list[Host]]:
-    """Up to six hosts on one switch, which this machine does not reach."""
-    _remove_leftovers()
-    number = next(_COUNTER)
-    name = f"{_PREFIX}-{os.getpid()}-{number}"
-    base = _BASE + 16 * ((os.getpid() * 7 + number) % _BLOCKS)
-    switch = Host(f"{name}-switch", base)
-    hosts = [Host(f"{name}-{index}", base + 1 + index) for index in range(count)]
-    try:
-        for host in (switch, *hosts):
+class Lan:
+    """Up to five hosts on one switch.
+
+    Args:
+        joined: this machine is on the switch, too. Otherwise it does not reach the hosts.
+    """
+
+    def __init__(self, count: int, *, joined: bool = False) -> None:
+        number = next(_COUNTER)
+        name = f"{_PREFIX}-{os.getpid()}-{number}"
+        self._block = (os.getpid() * 7 + number) % _BLOCKS
+        base = _BASE + 16 * self._block
+        self._switch = Host(f"{name}-switch", base)
+        self._own_address = base + 6
+        self.hosts = [Host(f"{name}-{index}", base + 1 + index) for index in range(count)]
+        self._ports = {host: f"port{index}" for index, host in enumerate(self.hosts)}
+        try:
+            self._build(joined)
+        except BaseException:
+            self.close()
+            raise
+
+    def _build(self, joined: bool) -> None:
+        for host in (self._switch, *self.hosts):
             _run("ip", "netns", "add", host.namespace)
             host.ip("link", "set", "lo", "up")
-        switch.ip("link", "add", "bridge", "type", "bridge")
-        switch.ip("link", "set", "bridge", "up")
-        for index, host in enumerate(hosts):
-            cable = ("type", "veth", "peer", "name", f"port{index}", "netns", switch.namespace)
-            host.ip("link", "add", "lan", *cable)
+        self._switch.ip("link", "add", "bridge", "type", "bridge")
+        self._switch.ip("link", "set", "bridge", "up")
+        for host, port in self._ports.items():
+            host.ip("link", "add", "lan", *self._peer(port))
             host.ip("address", "add", f"{host.address}/29", "dev", "lan")
             host.ip("link", "set", "lan", "up")
-            switch.ip("link", "set", f"port{index}", "master", "bridge")
-            switch.ip("link", "set", f"port{index}", "up")
-        yield hosts
-    finally:
-        for host in (switch, *hosts):
+            self._plug(port)
+        if joined:
+            _run("ip", "link", "add", self._cable, *self._peer("uplink"))
+            _run("ip", "address", "add", f"{self._own_address}/29", "dev", self._cable)
+            _run("ip", "link", "set", self._cable, "up")
+            self._plug("uplink")
+
+    def _peer(self, port: str) -> tuple[str, ...]:
+        return ("type", "veth", "peer", "name", port, "netns", self._switch.namespace)
+
+    def _plug(self, port: str) -> None:
+        self._switch.ip("link", "set", port, "master", "bridge")
+        self._switch.ip("link", "set", port, "up")
+
+    @property
+    def _cable(self) -> str:
+        return f"pdt{self._block:04x}l"
+
+    @contextlib.contextmanager
+    def without(self, host: Host) -> Iterator[None]:
+        """Nothing passes between a host and everybody else meanwhile, and neither end is told."""
+        port = self._ports[host]
+        self._switch.ip("link", "set", port, "nomaster")
+        try:
+            yield
+        finally:
+            self._switch.ip("link", "set", port, "master", "bridge")
+
+    def resend_often(self) -> None:
+        """Have hosts send again every second what nobody acknowledges, where the kernel can. The
+        pauses double otherwise, so that what was sent during a cut arrives late after it."""
+        for host in self.hosts:
+            if _LONGEST_PAUSE.exists():
+                host.call(lambda: _LONGEST_PAUSE.write_text("1000"))
+
+    def close(self) -> None:
+        """Delete the namespaces and the cable."""
+        for host in (self._switch, *self.hosts):
             subprocess.run(["ip", "netns", "delete", host.namespace], capture_output=True)
+        subprocess.run(["ip", "link", "delete", self._cable], capture_output=True)
+
+
+@contextlib.contextmanager
+def lan(count: int, *, joined: bool = False) -> Iterator[Lan]:
+    """A :class:`Lan` which is gone afterwards, whatever happens."""
+    _remove_leftovers()
+    running = Lan(count, joined=joined)
+    try:
+        yield running
+    finally:
+        running.close()
 
 
 def _remove_leftovers() -> None:
     """Delete namespaces of test runs that were killed."""
-    for entry in Path("/run/netns").glob(f"{_PREFIX}-*"):
+    for entry in _NAMESPACES.glob(f"{_PREFIX}-*"):
         pid = entry.name.split("-")[1]
         if not Path("/proc", pid).exists():
             subprocess.run(["ip", "netns", "delete", entry.name], capture_output=True)

@@ -32,8 +32,8 @@ WITHIN = 60.0
 @pytest.fixture
 def network() -> Iterator[dict[str, netns.Host]]:
     netns.require()
-    with netns.lan(len(NAMES)) as hosts:
-        yield dict(zip(NAMES, hosts, strict=True))
+    with netns.lan(len(NAMES)) as lan:
+        yield dict(zip(NAMES, lan.hosts, strict=True))
 
 
 def four_hosts(network: dict[str, netns.Host], backend: str) -> dict[str, Any]:

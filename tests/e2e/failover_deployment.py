@@ -1,10 +1,11 @@
-"""Two prefill and two decode nodes in this process behind a proxy. They can vanish, stand still and
-be emptied, and come back on the same port."""
+"""Two prefill and two decode nodes in this process behind a proxy. They can vanish, stand still, be
+emptied and lose their link, and come back on the same port."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -19,20 +20,31 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from netns import Host, Lan
+
     from pd.launch import NodeServer
 
 
 class Place:
-    """A node on a fixed port; peers introduce themselves at any free one."""
+    """A node on a fixed port; peers introduce themselves at any free one.
 
-    def __init__(self, role: str, model: Path, **settings: Any) -> None:
-        self.role = role
+    Args:
+        host: where all of its sockets are; None for loopback.
+    """
+
+    def __init__(self, role: str, model: Path, host: Host | None = None, **settings: Any) -> None:
+        self.role, self.host = role, host
         self._model = model
         self._settings = settings | {"port": free_port()}
+        if host is not None:
+            self._settings["host"] = host.address
         self.restart()
 
     def restart(self) -> None:
-        self.server: NodeServer = start_node(self.role, self._model, **self._settings)
+        def start() -> NodeServer:
+            return start_node(self.role, self._model, **self._settings)
+
+        self.server: NodeServer = start() if self.host is None else self.host.call(start)
 
     def vanish(self) -> None:
         """End without a word, as a process that is killed."""
@@ -108,10 +120,14 @@ class Answer:
     def failovers(self) -> list[Any]:
         return next((m["failovers"] for m in self.meta.values() if "failovers" in m), [])
 
+    @property
+    def is_over(self) -> bool:
+        return not self._thread.is_alive()
+
     def wait_over(self) -> None:
         """Wait for the end of the stream, whatever it is."""
         self._thread.join(90)
-        assert not self._thread.is_alive(), "the stream did not end"
+        assert self.is_over, "the stream did not end"
 
     def join(self) -> Answer:
         """Wait for the whole answer."""
@@ -137,14 +153,27 @@ class Answer:
 
 
 class FailoverDeployment:
-    """Nodes and the proxy before them. ``counts``: of prefill, decode and unified nodes."""
+    """Nodes and the proxy before them.
+
+    Args:
+        counts: of prefill, decode and unified nodes.
+        lan: has a host for each node, and joins this machine; None for nodes on loopback, which
+            cannot be cut off.
+    """
 
     def __init__(
-        self, model: Path, counts: tuple[int, int, int] = (2, 2, 0), **settings: Any
+        self,
+        model: Path,
+        counts: tuple[int, int, int] = (2, 2, 0),
+        lan: Lan | None = None,
+        **settings: Any,
     ) -> None:
+        self.lan = lan
         roles = ("prefill", "decode", "unified")
+        key = None if lan is None else secrets.token_bytes(32)
+        hosts: Iterator[Host | None] = iter([None] * sum(counts) if lan is None else lan.hosts)
         made = [
-            [Place(role, model, **settings) for _ in range(count)]
+            [Place(role, model, next(hosts), cluster_key=key, **settings) for _ in range(count)]
             for role, count in zip(roles, counts, strict=True)
         ]
         self.prefill, self.decode, self.unified = made
@@ -152,7 +181,9 @@ class FailoverDeployment:
             role: [place.server.url for place in places]
             for role, places in zip(roles, made, strict=True)
         }
-        config = ProxyConfig(**urls, tokenizer=str(model), policy="round_robin", port=0)
+        config = ProxyConfig(
+            **urls, tokenizer=str(model), policy="round_robin", port=0, cluster_key=key
+        )
         self._proxy = ProxyThread(config).start()
 
     @property
@@ -171,15 +202,27 @@ class FailoverDeployment:
         places = self.prefill if role == "prefill" else self.decode
         return next((place for place in places if place.busy), places[0])
 
+    @contextlib.contextmanager
+    def cut_off(self, place: Place) -> Iterator[None]:
+        """Nothing passes between a node and all others, the proxy included. The node lives."""
+        assert self.lan is not None and place.host is not None
+        with self.lan.without(place.host):
+            yield
+
+    def uses(self, place: Place) -> bool:
+        """Whether the proxy would give a node requests."""
+        return place.server.instance_id in self._used()
+
+    def _used(self) -> set[str]:
+        workers = httpx.get(f"{self.url}/workers", timeout=10).json()["workers"]
+        return {worker["instance_id"] for worker in workers if worker["ready"]}
+
     def wait_whole(self) -> None:
         """Wait until every node is used, nothing is anywhere, and no page is lost."""
         instances = {place.server.instance_id for place in self.places}
-
-        def all_ready() -> bool:
-            workers = httpx.get(f"{self.url}/workers", timeout=10).json()["workers"]
-            return {w["instance_id"] for w in workers if w["ready"]} == instances
-
-        wait_until(all_ready, 30, lambda: httpx.get(f"{self.url}/workers").text)
+        wait_until(
+            lambda: self._used() == instances, 30, lambda: httpx.get(f"{self.url}/workers").text
+        )
         for place in self.places:
             wait_idle(place.server, 30)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import held_transfers
+import netns
 import pytest
 from cluster import wait_until
 from covering import every_two
@@ -46,7 +47,7 @@ LENGTHS = {
 # Moments in which the steps of a role are held; in "prompt", when a part of it is computed.
 HELD_STEPS = {"before the prompt": "prefill", "prompt": "prefill", "after the transfer": "decode"}
 FACTORS: dict[str, tuple[str, ...]] = {
-    "fault": ("vanishes", "stands still", "is emptied"),
+    "fault": ("vanishes", "stands still", "is emptied", "is cut off"),
     "role": ("prefill", "decode"),
     "moment": tuple(LENGTHS),
     "feature": tuple(FEATURES),
@@ -108,11 +109,10 @@ class HeldSteps:
         self._nodes: dict[StepLoop, Node] = {}
 
     def hold(self, places: Iterable[Place], *, begun: bool = False) -> None:
+        """Hold these nodes, and no others from now on."""
         nodes = {place.server.node.step_loop: place.server.node for place in places}
-        if begun:
-            self._nodes = nodes
-        else:
-            self.loops = frozenset(nodes)
+        self._nodes = nodes if begun else {}
+        self.loops = frozenset(() if begun else nodes)
 
     def release(self) -> None:
         self.loops, self._nodes = frozenset(), {}
@@ -145,16 +145,27 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield directory
 
 
+@pytest.fixture(scope="module")
+def lan() -> Iterator[netns.Lan | None]:
+    """A host for each node, which can be cut off; None where hosts cannot be made."""
+    if netns.why_not() is not None:
+        yield None
+        return
+    with netns.lan(4, joined=True) as made:
+        made.resend_often()
+        yield made
+
+
 @pytest.fixture(scope="module", params=FACTORS["speculation"])
 def deployment(
-    model: Path, held: HeldTransfers, request: pytest.FixtureRequest
+    model: Path, held: HeldTransfers, lan: netns.Lan | None, request: pytest.FixtureRequest
 ) -> Iterator[FailoverDeployment]:
     settings = {"load_format": "dummy", "kv_cache_tokens": 8192, "chunked_prefill_size": 32}
     if request.param != "none":
         settings |= {"speculative_algorithm": request.param, "speculative_adaptive": "off"}
     if request.param == "eagle":
         settings["speculative_draft_model"] = tiny_head(vocab_size=VOCAB_SIZE)
-    with FailoverDeployment(model, **settings) as made:
+    with FailoverDeployment(model, lan=lan, **settings) as made:
         made.wait_whole()
         yield made
 
@@ -202,6 +213,29 @@ def strike(answer: Answer, fault: str, victim: Place, steps: HeldSteps) -> None:
             victim.server.node.undrain()
 
 
+def cut_off(
+    deployment: FailoverDeployment, answer: Answer, victim: Place, steps: HeldSteps
+) -> None:
+    """Cut a node off and let it compute alone until the proxy has given it up. Then the others go
+    on, and stop in the middle of the answer until everything that the node has sent meanwhile has
+    arrived."""
+    assert victim.host is not None
+    others = [place for place in deployment.places if place is not victim]
+    steps.hold(deployment.places)
+    with deployment.cut_off(victim):
+        steps.hold(others)  # no longer the victim
+        wait_until(lambda: not deployment.uses(victim), 20, every=0.1)
+        delivered = answer.num_tokens
+        steps.release()
+        wait_until(lambda: answer.num_tokens > delivered or answer.is_over, 20)
+        steps.hold(others)
+        assert victim.host.unacknowledged_bytes(), "the node has noticed that it was cut off"
+    wait_until(lambda: not victim.host.unacknowledged_bytes(), 30, every=0.1)
+    wait_until(lambda: deployment.uses(victim), 30, every=0.1)
+    steps.release()
+    answer.join()
+
+
 def wait_for(deployment: FailoverDeployment, answer: Answer, moment: str, steps: HeldSteps) -> None:
     if moment in ("before the prompt", "prompt"):
         wait_until(lambda: bool(steps.loops), 20)
@@ -233,6 +267,8 @@ def test_a_stream_survives(
     cell: tuple[str, str, str, str],
 ) -> None:
     fault, role, moment, feature = cell
+    if fault == "is cut off" and deployment.lan is None:
+        netns.require()
     body, expected = undisturbed(feature, LENGTHS[moment])
     for place in deployment.places:
         place.server.node.flush_cache()
@@ -244,7 +280,11 @@ def test_a_stream_survives(
     answer = deployment.ask(body)
     try:
         wait_for(deployment, answer, moment, steps)
-        strike(answer, fault, deployment.busy(role), steps)
+        victim = deployment.busy(role)
+        if fault == "is cut off":
+            cut_off(deployment, answer, victim, steps)
+        else:
+            strike(answer, fault, victim, steps)
     finally:
         steps.release()
     answer.assert_same(expected)
@@ -253,4 +293,6 @@ def test_a_stream_survives(
     has_done_its_part = role == "prefill" and moment in ("after the transfer", "decode")
     if not is_fast and not has_done_its_part:
         assert answer.failovers
+    if fault == "is cut off" and has_done_its_part:
+        assert not answer.failovers
     deployment.wait_whole()
