@@ -32,10 +32,15 @@ SHARED_BY_WORKERS = (
     "tests/transfer/test_transfer_nixl.py",
 )
 
+# Files of long tests whose costly fixture has a parameter: those with the same value of it, the
+# first of their parameters, stay on one worker.
+SHARED_BY_FIXTURE = ("tests/e2e/test_failover.py",)
+
 # Tests that take minutes, which would be the last to end.
 BEGIN_FIRST = (
     "tests/proxy/test_proxy_soak.py",
     "tests/e2e/test_churn.py",
+    "tests/e2e/test_failover.py",
     "tests/e2e/test_failover_processes.py",
     "tests/e2e/test_hosts.py",
     "tests/e2e/test_ucx_tcp.py",
@@ -51,7 +56,7 @@ BEGIN_FIRST = (
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """``--dist loadfile``, but for :data:`SHARED_BY_WORKERS`."""
+    """``--dist loadfile``, but for :data:`SHARED_BY_WORKERS` and :data:`SHARED_BY_FIXTURE`."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
@@ -64,6 +69,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def _together(nodeid: str) -> str:
     """A name for the tests that stay on one worker with this one."""
     file = nodeid.partition("::")[0]
+    if file in SHARED_BY_FIXTURE:
+        return nodeid.partition("-")[0]
     return nodeid if file in SHARED_BY_WORKERS else file
 
 

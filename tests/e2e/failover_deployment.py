@@ -68,6 +68,12 @@ class Place:
     def busy(self) -> bool:
         return any(True for _ in self.server.node.rooms.live())
 
+    @property
+    def has_cached(self) -> bool:
+        """Whether anything is in the prefix cache."""
+        info: Any = self.server.node.server_info()
+        return bool(info["pages"]["cached"])
+
 
 class Answer:
     """A streamed request to ``/generate``, read by a thread of its own."""
@@ -197,10 +203,12 @@ class FailoverDeployment:
     def ask(self, body: dict[str, Any]) -> Answer:
         return Answer(self.url, body)
 
-    def busy(self, role: str) -> Place:
-        """The node of a role that works on something; any if none does."""
+    def involved(self, role: str) -> Place:
+        """The node of a role that works on the only request, or has done its part of it, if caches
+        were empty before."""
         places = self.prefill if role == "prefill" else self.decode
-        return next((place for place in places if place.busy), places[0])
+        busy = [place for place in places if place.busy]
+        return (busy or [place for place in places if place.has_cached])[0]
 
     @contextlib.contextmanager
     def cut_off(self, place: Place) -> Iterator[None]:

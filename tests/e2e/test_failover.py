@@ -280,7 +280,7 @@ def test_a_stream_survives(
     answer = deployment.ask(body)
     try:
         wait_for(deployment, answer, moment, steps)
-        victim = deployment.busy(role)
+        victim = deployment.involved(role)
         if fault == "is cut off":
             cut_off(deployment, answer, victim, steps)
         else:
