@@ -4,7 +4,7 @@
         [--time-scales 3 2.5] [--window 900:918] [--slower 3] [--node-flags FLAG=VALUE ...]
 
 Every process is real but for the forward pass: it computes nothing, and its result is there when a
-GPU would be done with it (`H100`, fitted to the steps of nodes under this load). KV is transferred,
+GPU would be done with it (`GPU`, fitted to the steps of nodes under this load). KV is transferred,
 of a model with little of it. So a policy can be tried where there is no GPU: figures are
 predictions, no measurements. `--slower N` has all times N times as long, for a host that is too
 slow for so many processes; reported times are divided by it. Layouts run one after the other, each
@@ -39,15 +39,14 @@ if TYPE_CHECKING:
     from pd.engine.model_runner import ForwardItem
     from pd.engine.sampler import PreparedDraws, SampledToken, Samples
 
-# Llama-3.1-8B's shape in bfloat16 on one H100.
-H100 = StepCost(
-    base=5.6e-3,
-    mixed=0.5e-3,
-    middle=19e-6,
-    rest=19e-6,
-    pair=1.2e-9,
-    context=45e-9,
-    stream=40e-6,
+# Llama-3.1-8B's shape in bfloat16 on one H200, as `pd-bench engine --work mixed:…` finds it.
+GPU = StepCost(
+    base=4.3e-3,
+    middle=18e-6,
+    rest=20e-6,
+    pair=1.05e-9,
+    context=40e-9,
+    stream=5e-6,
     graphs=1024,
 )
 # How long the host is busy with launching a step: kernel by kernel, or as a graph, which there are
@@ -86,7 +85,7 @@ class _SimulatedGPU:
         self._sample = engine.sampler.launch
         engine.runner.forward = self.forward  # type: ignore[method-assign]
         engine.sampler.launch = self.launch  # type: ignore[method-assign]
-        engine.runner.mixed_graphs = SimpleNamespace(sizes=(H100.graphs,))  # type: ignore[assignment]
+        engine.runner.mixed_graphs = SimpleNamespace(sizes=(GPU.graphs,))  # type: ignore[assignment]
 
     def forward(
         self,
@@ -104,9 +103,9 @@ class _SimulatedGPU:
             else:
                 tokens += count
                 pairs += chunk_pairs(item.start, count)
-        seconds = H100.seconds(StepShape(tokens, pairs, streams, context)) * self._slower
+        seconds = GPU.seconds(StepShape(tokens, pairs, streams, context)) * self._slower
         now = time.monotonic()
-        host = (LAUNCH_SECONDS if tokens > H100.graphs else GRAPH_SECONDS) * self._slower
+        host = (LAUNCH_SECONDS if tokens > GPU.graphs else GRAPH_SECONDS) * self._slower
         self._free = max(max(self._free, now) + seconds, now + host)
         time.sleep(host)
         if on_layers_done is not None:

@@ -91,6 +91,7 @@ class Attempt:
         hand_off: breaker of the pair; None if its nodes are blamed one by one.
         asked: what the nodes are to compute.
         predicted: what the nodes were chosen by; None if the policy chose by roles.
+        streams_sent: streams, and their tokens, by which the generating node's load was counted up.
         begun: whether the first node has said that it computes the prompt.
         uncached_tokens: tokens counted in ``first.pending_tokens``; 0 once computed.
         progress: grows with what :attr:`prompt_computed` and :attr:`needs_first` depend on.
@@ -114,6 +115,7 @@ class Attempt:
         "predicted",
         "progress",
         "room",
+        "streams_sent",
         "uncached_tokens",
     )
 
@@ -143,6 +145,7 @@ class Attempt:
             history = history._replace(died_at=self._begins_at)
         self.history = history
         self.predicted: Predicted | None = None
+        self.streams_sent = 0, 0
         self.begun = False
         self.uncached_tokens = 0
         self.progress = 0

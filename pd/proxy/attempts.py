@@ -84,7 +84,7 @@ class Attempts:
             generation.predicted_cached = _usable(route.first, cached, len(asked.token_ids))
         if route.predicted is not None and not attempt.history.losses:
             generation.predicted_ttft = demand.waited + route.predicted.ttft
-        route.sent(demand)
+        attempt.streams_sent = route.sent(demand)
         for worker, reason in route.reasons:
             worker.active[attempt] = None
             worker.breaker.began(attempt)
@@ -229,6 +229,10 @@ class Attempts:
             self._uncount(attempt, attempt.first)
         if attempt.hand_off is not None:
             attempt.hand_off.ended(attempt)
+        streams, tokens = attempt.streams_sent
+        generating = attempt.decode or attempt.first
+        if streams and generating is not None:
+            generating.load.stream_sent(-streams, -tokens)
         for worker in attempt.nodes:
             worker.active.pop(attempt, None)
             worker.breaker.ended(attempt)

@@ -66,7 +66,8 @@ class LoadEstimate:
         self._sent = self._sent._replace(seconds=self._sent.seconds + seconds)
 
     def stream_sent(self, streams: int, tokens: int) -> None:
-        """A request was sent there, or announced, that will be generated there.
+        """A request was sent there, or announced, that will be generated there, or (both below 0)
+        it ended: an answer may be over long before the next report.
 
         Args:
             tokens: of all its streams.
@@ -88,9 +89,10 @@ class LoadEstimate:
         """A step of all streams there."""
         if self.reported is None:
             return StepShape()
-        streams = self.reported.streams + self._sent.streams - self._known.streams
-        context = self.reported.context + self._sent.tokens - self._known.tokens
-        return StepShape(streams=streams, context=context)
+        # NOTE: an answer that ends between a heartbeat and the report may be taken off twice.
+        streams = max(0, self.reported.streams + self._sent.streams - self._known.streams)
+        context = max(0, self.reported.context + self._sent.tokens - self._known.tokens)
+        return StepShape(streams=streams, context=context if streams else 0)
 
     @property
     def free_tokens(self) -> int:

@@ -49,12 +49,15 @@ class Route(NamedTuple):
     reasons: list[tuple[Worker, str]]
     predicted: Predicted | None = None
 
-    def sent(self, demand: Demand) -> None:
-        """Note at the nodes what they were sent."""
+    def sent(self, demand: Demand) -> tuple[int, int]:
+        """Note at the nodes what they were sent; returns the streams of it and their tokens, which
+        are to be taken off when they end."""
         if self.predicted is not None:
             self.first.load.prompt_sent(self.predicted.prefill)
-        if demand.output > 1:
-            (self.decode or self.first).load.stream_sent(demand.streams, demand.tokens)
+        if demand.output <= 1:
+            return 0, 0
+        (self.decode or self.first).load.stream_sent(demand.streams, demand.tokens)
+        return demand.streams, demand.tokens
 
 
 def probe_route(first: Worker, decode: Worker) -> Route:

@@ -35,6 +35,12 @@ _MOST_COUNTED = 16
 _COMPUTED_SECONDS, _ABANDONED_SECONDS = 10.0, 1.0
 # Tokens that are asked for still when others are forgotten: a few milliseconds' work.
 _MOST_KEPT = 200_000
+# A step of so many tokens makes full use of a GPU: with more it takes longer in proportion, and a
+# prompt that ends in it would wait for tokens of others.
+_FULL_STEP = 2048
+# But where more waits, a step is this part of it: it ends earlier than all of it, and hardly less
+# is computed per second.
+_STEPS_OF_QUEUE = 8
 
 
 @dataclass(slots=True)
@@ -43,10 +49,13 @@ class _Step:
 
     Attributes:
         budget: its tokens; ``left``: those that are neither given nor kept for ``oldest``.
+        enough: tokens beyond which nothing is added to a step in which a prompt ends.
     """
 
     budget: int
+    enough: int
     left: int = field(init=False)
+    given: int = 0
     oldest: Request | None = None
     kept: int = 0
     works: list[Work] = field(default_factory=list)
@@ -59,12 +68,20 @@ class _Step:
         self.oldest, self.kept = request, min(tokens, self.left)
         self.left -= self.kept
 
-    def take(self, request: Request, wanted: int) -> int:
-        """Tokens for a request, ``wanted`` at most; what it does not need of its own is free."""
+    def take(self, request: Request, wanted: int, *, to_end: bool) -> int:
+        """Tokens for a request, ``wanted`` at most; what it does not need of its own is free.
+
+        Args:
+            to_end: whether the request has no tokens left but these.
+        """
         if request is self.oldest:
             self.left, self.kept, self.oldest = self.left + self.kept, 0, None
         taken = min(wanted, self.left)
         self.left -= taken
+        self.given += taken
+        if to_end and taken == wanted:
+            self.kept = min(self.kept, self.enough - self.enough // 2)
+            self.left = min(self.left, max(0, self.enough - self.given - self.kept))
         return taken
 
 
@@ -219,8 +236,11 @@ class PrefillScheduler:
 
         Long prompts run one after the other: two at a time would end no sooner, and hold pages
         meanwhile. Only a prompt that was overtaken too often does not wait for that.
+
+        A step in which a prompt ends is no longer than it must be to make full use of a GPU, unless
+        many tokens wait: the first token comes when the whole step is done.
         """
-        step = _Step(budget)
+        step = _Step(budget, self._enough(budget))
         oldest = next((request for request in self.running if self._left(request)), None)
         if oldest is not None:
             wanted = min(self._limit(oldest), self._left(oldest))
@@ -235,6 +255,12 @@ class PrefillScheduler:
         for request in long:
             self._chunk(request, step)
         return step.works
+
+    def _enough(self, budget: int) -> int:
+        """Tokens beyond which a step does not grow once a prompt ends in it."""
+        if len(self.running) + len(self.waiting) > _MOST_COUNTED:
+            return budget
+        return min(budget, max(_FULL_STEP, self.queued_tokens // _STEPS_OF_QUEUE))
 
     def _is_long(self, request: Request, left: int, budget: int) -> bool:
         """Whether a prompt of which so many tokens are left needs all of a step and more."""
@@ -371,7 +397,8 @@ class PrefillScheduler:
         """Give a prompt what the step has for it."""
         sequence = request.sequence
         length, left = len(request.prompt), self._left(request)
-        taken = step.take(request, min(left, self._limit(request)))
+        wanted = min(left, self._limit(request))
+        taken = step.take(request, wanted, to_end=wanted == left)
         if not taken:
             return
         start = length - left

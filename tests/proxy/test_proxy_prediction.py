@@ -96,6 +96,23 @@ def test_what_was_sent_since_the_last_report_counts() -> None:
     assert routes.route("m", demand()).reasons[0][1] == "split", "the reports say that it is over"
 
 
+def test_answers_that_ended_since_the_last_report_do_not_count() -> None:
+    node = worker("unified", "u", streams=1)
+    idle, load = node.load.decoding.streams, node.load
+    wanted = demand()
+    sent = router([node]).route("m", wanted).sent(wanted)
+    assert load.decoding.streams == idle + 1 and sent == (wanted.streams, wanted.tokens)
+    number = load.beat()
+    load.stream_sent(-sent[0], -sent[1])
+    assert load.decoding.streams == idle
+    load.heard(load.reported, number)
+    assert load.decoding.streams == idle - 1, "the heartbeat was sent before it ended"
+    load.heard(load.reported, load.beat())
+    assert load.decoding.streams == idle
+    load.stream_sent(-5, -50)
+    assert load.decoding == StepShape(), "never below none"
+
+
 def test_the_history_on_the_decode_node_makes_it_the_faster_one() -> None:
     p, d = worker("prefill", "p"), worker("decode", "d", streams=1)
     policy = CacheAware()

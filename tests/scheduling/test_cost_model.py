@@ -393,7 +393,7 @@ def test_short_chunks_over_long_contexts_are_not_the_price_of_long_ones(seed: in
 
 
 def test_peers_are_told_when_the_step_ends_in_which_a_prompt_is_computed() -> None:
-    """A short prompt waits for the long ones in its step."""
+    """A short prompt waits for what its step computes of a long one."""
     told: dict[int, float] = {}
 
     def tell(request: Any, seconds: float) -> None:
@@ -407,9 +407,9 @@ def test_peers_are_told_when_the_step_ends_in_which_a_prompt_is_computed() -> No
     works = scheduler.plan(begins=lambda: 0.05)
     assert {len(work.sequence.request.prompt) for work in works} == {8500, 500}
     pairs = sum(chunk_pairs(work.start, work.stop - work.start) for work in works)
-    ends = 0.05 + DEVICE.seconds(StepShape(8192, pairs))
+    ends = 0.05 + DEVICE.seconds(StepShape(2048, pairs))
     assert told[500] == pytest.approx(ends)
-    rest = DEVICE.prefill_seconds(8192 - 500, 8500 - (8192 - 500), 8192, StepShape())
+    rest = DEVICE.prefill_seconds(2048 - 500, 8500 - (2048 - 500), 8192, StepShape())
     assert told[8500] == pytest.approx(ends + rest)
 
 

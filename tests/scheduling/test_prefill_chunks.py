@@ -88,6 +88,44 @@ def test_every_token_is_computed_once_within_the_budget(
     assert done == dict(enumerate(lengths))
 
 
+# ---- steps in which a prompt ends
+
+
+def test_a_prompt_that_ends_waits_for_few_tokens_of_others() -> None:
+    bench = PrefillBench(pages=8192)
+    bench.add([1] * 9_450)
+    bench.add([2] * 9_000)
+    assert ranges(bench.step()) == [(1, 0, 8192)], "no prompt ends"
+    assert ranges(bench.step()) == [(1, 8192, 9450), (2, 0, 2048 - 1258)]
+    assert ranges(bench.step()) == [(2, 790, 8982)]
+
+
+def test_a_short_prompt_waits_for_few_tokens_of_a_long_one() -> None:
+    bench = PrefillBench(pages=8192)
+    bench.add([1] * 20_000)
+    bench.step()
+    bench.add([2] * 300)
+    assert ranges(bench.step()) == [(2, 0, 300), (1, 8192, 8192 + 1748)]
+    bench.add([3] * 3_000)
+    assert ranges(bench.step()) == [(3, 0, 3000), (1, 9940, 9940 + 1024)], "all get on"
+
+
+def test_where_many_tokens_wait_steps_are_longer() -> None:
+    bench = PrefillBench(pages=16_384)
+    for number in range(5):
+        bench.add([number] * 8_000)
+    bench.add([5] * 600)
+    lengths = []
+    while works := bench.step():
+        lengths.append(sum(work.stop - work.start for work in works))
+    assert lengths[0] == 8_000, "the first ends, and enough is computed"
+    assert max(lengths) == 8_000
+    many = PrefillBench(pages=16_384)
+    for number in range(20):
+        many.add([number] * 1_000)
+    assert sum(work.stop - work.start for work in many.step()) == 8192
+
+
 # ---- short prompts beside long ones
 
 
