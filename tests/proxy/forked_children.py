@@ -1,0 +1,84 @@
+"""Processes of a proxy that are forked from one which has imported everything, for tests.
+
+A process that ``pd-launch proxy --workers N`` starts takes most of a second of processor time to
+import its modules. :func:`fork_children` has the parent of a proxy fork its processes from a server
+instead, which imports them once. ``test_proxy_processes.py`` has processes of the ordinary kind.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from multiprocessing import forkserver
+from multiprocessing.reduction import DupFd
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["preloaded_child"])
+
+
+class _Descriptor:
+    """A descriptor of this process, which is a number of its own in the process that gets it."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __reduce__(self) -> Any:
+        return _received, (DupFd(self._number),)
+
+
+def _received(sent: Any) -> int:
+    number: int = sent.detach()
+    return number
+
+
+class ForkedChild:
+    """Stands for the :class:`subprocess.Popen` of a child."""
+
+    def __init__(self, command: list[str], *, pass_fds: tuple[int, ...], **_: Any) -> None:
+        descriptors = [_Descriptor(number) for number in pass_fds]
+        rest = command[-2:]  # how many there are, and the number of this one
+        self._process = _CONTEXT.Process(target=_serve, args=(descriptors, rest), daemon=True)
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _serve(descriptors: list[int], rest: list[str]) -> None:
+    """Do what ``python -m pd.proxy.processes.child`` does."""
+    from pd.proxy.processes import child
+
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.argv = ["", *map(str, descriptors), *rest]
+    child.main()
+
+
+def fork_children() -> Iterator[None]:
+    """Body of a fixture: children of proxies are forked while it lasts."""
+    with pytest.MonkeyPatch.context() as patch:
+        # The server does not get this process's sys.path.
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path]))
+        forkserver.ensure_running()
+    with pytest.MonkeyPatch.context() as patch:
+        forking = SimpleNamespace(Popen=ForkedChild, DEVNULL=subprocess.DEVNULL)
+        patch.setattr("pd.proxy.processes.process.subprocess", forking)
+        yield
+    forkserver._forkserver._stop()  # waits, so that what it and its children took is counted

@@ -1,0 +1,24 @@
+"""Imported by the server of ``forked_children.py`` alone, before it forks any process: everything
+that a process of a proxy imports until it has answered requests."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import ssl
+
+import anyio._backends._asyncio
+import httpcore
+import pydantic.v1
+import tokenizers
+import uvicorn.protocols.http.httptools_impl
+import uvloop
+
+import pd.proxy.processes.child
+
+# As in tests/conftest.py.
+ssl.create_default_context = functools.cache(ssl.create_default_context)
+ssl.create_default_context()
+# Forked processes need not look through these modules for garbage.
+gc.collect()
+gc.freeze()
