@@ -12,6 +12,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import two_processes
 from cpu_costs import CpuCosts
 
 if TYPE_CHECKING:
@@ -44,7 +45,6 @@ BEGIN_FIRST = (
     "tests/e2e/test_failover_processes.py",
     "tests/e2e/test_hosts.py",
     "tests/e2e/test_ucx_tcp.py",
-    "tests/proxy/test_with_two_processes.py",
     "tests/transfer/test_transfer_late_writes.py",
     "tests/transfer/test_transfer_nixl.py",
     "tests/grammar/test_hostile_grammars.py",
@@ -110,6 +110,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # tests see both. tests/proxy/test_with_uvloop.py turns it round for some files.
     if os.environ.get("PD_TEST_LOOP") != "uvloop":
         sys.modules["uvloop"] = None  # type: ignore[assignment]
+    if two_processes.PROCESSES > 1:
+        config.pluginmanager.register(two_processes)
     if config.option.cpu_costs is not None:
         config.pluginmanager.register(CpuCosts(config.option.cpu_costs))
 

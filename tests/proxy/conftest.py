@@ -12,8 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from forked_children import fork_children
-from proxy_cluster import PROCESSES, Cluster
+from proxy_cluster import Cluster
 from proxy_tokenizers import byte_level
 
 if TYPE_CHECKING:
@@ -23,15 +22,6 @@ TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>"
     "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-
-
-@pytest.fixture(scope="session", autouse=True)
-def forked_children() -> Iterator[None]:
-    """Where each test has a proxy of several processes these start quickly."""
-    if PROCESSES > 1:
-        yield from fork_children()
-    else:
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -42,13 +42,24 @@ def _received(sent: Any) -> int:
 
 
 class ForkedChild:
-    """Stands for the :class:`subprocess.Popen` of a child."""
+    """Stands for the :class:`subprocess.Popen` of a child. It gets the constants of this process's
+    proxy, which tests patch.
+
+    Attributes:
+        living: how many there are.
+        ended: how many have ended, since a test began.
+    """
+
+    living = ended = 0
 
     def __init__(self, command: list[str], *, pass_fds: tuple[int, ...], **_: Any) -> None:
         descriptors = [_Descriptor(number) for number in pass_fds]
         rest = command[-2:]  # how many there are, and the number of this one
-        self._process = _CONTEXT.Process(target=_serve, args=(descriptors, rest), daemon=True)
+        arguments = (descriptors, rest, _constants())
+        self._process = _CONTEXT.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
+        self._status: int | None = None
+        ForkedChild.living += 1
 
     @property
     def pid(self) -> int:
@@ -56,16 +67,38 @@ class ForkedChild:
         return self._process.pid
 
     def poll(self) -> int | None:
-        return self._process.exitcode
+        if self._status is None and (status := self._process.exitcode) is not None:
+            self._status = status
+            ForkedChild.living -= 1
+            ForkedChild.ended += 1
+        return self._status
 
     def kill(self) -> None:
         self._process.kill()
 
 
-def _serve(descriptors: list[int], rest: list[str]) -> None:
+def _constants() -> dict[str, dict[str, Any]]:
+    """Numbers, and limits on connections, that modules of the proxy have as constants."""
+    from pd.core.connections import ConnectionLimits
+
+    return {
+        module: {
+            name: value
+            for name, value in vars(sys.modules[module]).items()
+            if name.isupper() and isinstance(value, int | float | ConnectionLimits)
+        }
+        for module in sys.modules
+        if module.startswith("pd.proxy.")
+    }
+
+
+def _serve(descriptors: list[int], rest: list[str], constants: dict[str, dict[str, Any]]) -> None:
     """Do what ``python -m pd.proxy.processes.child`` does."""
     from pd.proxy.processes import child
 
+    for module, values in constants.items():
+        if module in sys.modules:
+            vars(sys.modules[module]).update(values)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.argv = ["", *map(str, descriptors), *rest]
     child.main()

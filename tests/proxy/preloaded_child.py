@@ -7,15 +7,6 @@ import functools
 import gc
 import ssl
 
-import anyio._backends._asyncio
-import httpcore
-import pydantic.v1
-import tokenizers
-import uvicorn.protocols.http.httptools_impl
-import uvloop
-
-import pd.proxy.processes.child
-
 # As in tests/conftest.py.
 ssl.create_default_context = functools.cache(ssl.create_default_context)
 ssl.create_default_context()

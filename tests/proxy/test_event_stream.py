@@ -111,6 +111,7 @@ def tell(node: FakeNode, choices: int) -> None:
         time.sleep(0.004)
 
 
+@pytest.mark.one_process("compares each event where it is written")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_every_option_of_a_stream(

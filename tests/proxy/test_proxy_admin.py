@@ -67,6 +67,7 @@ def test_what_sglangs_and_vllms_tools_ask(cluster: Cluster) -> None:
     assert asked.params.max_tokens == 2
 
 
+@pytest.mark.one_process("changes a constant of a running proxy")
 def test_health_generate_is_about_tokens(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pd.proxy.compat_api.HEALTH_SECONDS", 0.3)
     prefill, _ = cluster.pair(auto=False)
@@ -92,6 +93,7 @@ def test_health_generate_is_about_tokens(cluster: Cluster, monkeypatch: pytest.M
         assert running.result(20).status_code == 200
 
 
+@pytest.mark.one_process("each process checks by itself")
 def test_many_health_checks_are_one_request_at_a_time(cluster: Cluster) -> None:
     node = cluster.node("unified", auto=False)
     client = cluster.client(text=False, max_queue=4)
@@ -113,6 +115,7 @@ def test_many_health_checks_are_one_request_at_a_time(cluster: Cluster) -> None:
     assert len(answered) < 20
 
 
+@pytest.mark.one_process("reads the log of this process")
 def test_nodes_that_do_not_fit_together_are_warned_about_and_named_in_every_503(
     cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -274,6 +277,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.one_process("starts a proxy by its command")
 @pytest.mark.parametrize(
     ("number", "workers"), [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGTERM, 2)]
 )
@@ -317,6 +321,7 @@ def runs(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
+@pytest.mark.one_process("starts a proxy by its command")
 def test_processes_whose_parent_is_killed_end_and_free_the_port(cluster: Cluster) -> None:
     prefill, decode = cluster.pair()
     command = [sys.executable, "-c", _PROGRAM, prefill.url, decode.url, "2"]

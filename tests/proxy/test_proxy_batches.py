@@ -58,6 +58,7 @@ def check_that_all_is_over(proxy: ProxyThread) -> None:
     assert (ledger.prompts, ledger.tokens, end._attempts._rooms) == (0, 0, {})
 
 
+@pytest.mark.one_process("reads the dispatcher's state")
 def test_an_abort_ends_prompts_that_no_node_has_seen(cluster: Cluster, proxy: ProxyThread) -> None:
     act_after(proxy, 5, lambda: dispatcher(proxy).abort("mine", None))
     results = post(proxy).json()
@@ -66,6 +67,7 @@ def test_an_abort_ends_prompts_that_no_node_has_seen(cluster: Cluster, proxy: Pr
     check_that_all_is_over(proxy)
 
 
+@pytest.mark.one_process("reads the dispatcher's state")
 def test_a_deadline_ends_prompts_that_no_node_has_seen(
     cluster: Cluster, proxy: ProxyThread
 ) -> None:
@@ -79,6 +81,7 @@ def test_a_deadline_ends_prompts_that_no_node_has_seen(
     check_that_all_is_over(proxy)
 
 
+@pytest.mark.one_process("reads the dispatcher's state")
 def test_prompts_that_end_early_do_not_end_the_batch(cluster: Cluster, proxy: ProxyThread) -> None:
     cluster.unified[0].auto = True
     with ThreadPoolExecutor(4) as pool:

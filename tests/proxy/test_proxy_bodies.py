@@ -156,6 +156,7 @@ def test_what_is_too_much_of_anything_is_refused(
     assert says in response.json()["error"]["message"]
 
 
+@pytest.mark.one_process("reads the bytes that the proxy holds")
 @pytest.mark.parametrize("slow_seconds", [60.0, 0.0], ids=["in time", "too slow"])
 def test_bodies_in_flight_are_bounded_and_slow_ones_give_way(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, slow_seconds: float
@@ -291,6 +292,7 @@ def test_a_request_under_way_holds_nothing_of_its_body(cluster: Cluster, path: s
         assert answer.result() == 502
 
 
+@pytest.mark.one_process("replaces a function of the proxy")
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
 def test_templates_with_variables_of_clients_are_rendered_on_another_thread(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, path: str

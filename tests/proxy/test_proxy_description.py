@@ -94,6 +94,7 @@ def test_it_is_openapi(document: dict[str, Any]) -> None:
         resolve(reference, document)
 
 
+@pytest.mark.one_process("reads the routes of the proxy in this process")
 def test_every_route_is_described(proxy: ProxyThread, document: dict[str, Any]) -> None:
     assert proxy.proxy is not None
     routes = [route for route in proxy.proxy._app.routes if isinstance(route, Route)]

@@ -123,6 +123,7 @@ def test_a_node_that_fails_its_requests_is_taken_out_until_a_probe_succeeds(
     assert len(bad.generates) == FAILURES + 2
 
 
+@pytest.mark.one_process("each process has a breaker of its own")
 def test_a_node_is_probed_while_the_queue_is_full(cluster: Cluster) -> None:
     bad, good = (cluster.node("unified", auto=False) for _ in range(2))
     client = cluster.client(failover="on", policy="round_robin", text=False, max_queue=1, workers=1)
@@ -179,6 +180,7 @@ def test_the_half_that_fails_with_every_partner_is_taken_out(
     assert [problem_of(client, node) for node in others] == ["", "", ""]
 
 
+@pytest.mark.one_process("each process has a breaker of its own")
 def test_a_node_is_back_as_soon_as_the_partner_that_it_failed_with_was_replaced(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,6 +198,7 @@ def test_a_node_is_back_as_soon_as_the_partner_that_it_failed_with_was_replaced(
     wait_for_all(client)
 
 
+@pytest.mark.one_process("each process weighs its own requests")
 def test_a_step_that_fails_counts_once_however_many_were_in_it(cluster: Cluster) -> None:
     """The last time, one of them is alone in it."""
     nodes = [cluster.node("unified", auto=False) for _ in range(3)]
@@ -242,6 +245,7 @@ def test_a_node_that_goes_on_with_nonsense_is_left_for_another(
     second.wait_abort(second.generates[0].room)
 
 
+@pytest.mark.one_process("counts on the turns that one process gives to nodes")
 def test_a_node_fails_no_rooms_but_its_own(cluster: Cluster) -> None:
     """Not those of other nodes, nor those that ended, however often it names them."""
     good, bad = (cluster.node("unified", auto=False) for _ in range(2))

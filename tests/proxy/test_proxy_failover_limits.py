@@ -18,10 +18,9 @@ from failing_nodes import (
     next_of,
     ready_urls,
     two_pairs,
-    worker_entries,
 )
 from fake_node import wait_until
-from proxy_cluster import wait_for_all
+from proxy_cluster import nodes_of, wait_for_all
 
 from pd.core.messages import Finish
 from pd.proxy.suspicion import AT_ONCE_SECONDS, DEATHS_IN_COMPANY
@@ -189,6 +188,7 @@ def test_a_poisonous_request_ends_three_nodes_at_most(cluster: Cluster, seed: in
     assert ["nodes died in a row" in answer.text for answer in failed] == [True]
 
 
+@pytest.mark.one_process("each process weighs its own requests")
 @pytest.mark.parametrize("size", [2, 6])
 def test_those_suspected_together_are_tried_one_at_a_time(cluster: Cluster, size: int) -> None:
     """Two nodes died with all of them in the step; each goes on when the one before has tokens."""
@@ -197,7 +197,7 @@ def test_those_suspected_together_are_tried_one_at_a_time(cluster: Cluster, size
     third.ready = False
     client = cluster.client(failover="on", text=False, policy="round_robin", max_failovers=9)
     nodes[1].ready = False
-    wait_until(lambda: [w["ready"] for w in worker_entries(client)] == [True, False, False])
+    wait_until(lambda: [w["ready"] for w in nodes_of(client)] == [True, False, False])
     asked = [Asked(client, {}) for _ in range(size)]
     for node, after in zip(nodes, [nodes[1], third], strict=True):
         node.wait_generate(size)

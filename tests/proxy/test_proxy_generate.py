@@ -214,6 +214,7 @@ def test_no_new_tokens_scores_the_prompt(cluster: Cluster) -> None:
     assert len(body["meta_info"]["input_token_logprobs"]) == 2
 
 
+@pytest.mark.one_process("replaces a function of the proxy")
 def test_a_fault_of_the_proxy_is_an_error_and_no_hang(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,6 +317,7 @@ def test_logprobs_of_the_output_are_streamed_once_and_once_more_as_a_whole(
     assert events[-1]["text"] == whole["text"]
 
 
+@pytest.mark.one_process("reads the dispatcher's state")
 def test_the_first_event_waits_for_the_prompts_logprobs(cluster: Cluster) -> None:
     prefill, decode = cluster.pair(auto=False)
     proxy = cluster.proxy()

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
     from pd.core.messages import Generate
 
+pytestmark = pytest.mark.one_process(
+    "each process has a breaker of its own, so the file asks for one process"
+)
 PROMPT = [5, 6, 7, 8, 9]
 SAMPLING = {"max_new_tokens": 4, "ignore_eos": True}
 

@@ -7,6 +7,7 @@ import errno
 import time
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import zmq
 from fake_node import wait_until
 
@@ -15,7 +16,6 @@ from pd.proxy.channel import Sockets
 from pd.proxy.heartbeats import HUNG_SECONDS, LoopWatch
 
 if TYPE_CHECKING:
-    import pytest
     from proxy_cluster import Cluster
 
 
@@ -53,6 +53,7 @@ def test_a_loop_that_gets_no_cpu_does_not_hang() -> None:
     assert watch.hangs()
 
 
+@pytest.mark.one_process("blocks the event loop of the proxy")
 def test_heartbeats_go_on_while_the_loop_is_busy_and_end_when_it_hangs(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,6 +84,7 @@ def test_heartbeats_go_on_while_the_loop_is_busy_and_end_when_it_hangs(
     wait_until(lambda: heard() > before)
 
 
+@pytest.mark.one_process("replaces a function of the proxy")
 def test_a_lease_that_cannot_be_kept_for_want_of_a_socket_costs_no_other(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,6 +112,7 @@ def test_a_lease_that_cannot_be_kept_for_want_of_a_socket_costs_no_other(
     wait_until(lambda: name in third.heartbeats)
 
 
+@pytest.mark.one_process("reads the heartbeats of one instance id")
 def test_a_node_that_was_removed_is_no_longer_told(cluster: Cluster) -> None:
     first, second = cluster.node("unified"), cluster.node("unified")
     proxy = cluster.proxy()

@@ -168,6 +168,7 @@ def test_a_request_moves_only_so_often(cluster: Cluster) -> None:
     assert asked.result(10).json()["output_ids"] == TOKENS
 
 
+@pytest.mark.one_process("each process moves its own requests")
 def test_a_node_is_asked_for_few_at_a_time_the_youngest_first(cluster: Cluster) -> None:
     d = Deployment(cluster)
     busy, idle = d.nodes

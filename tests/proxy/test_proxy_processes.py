@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from pd.proxy.actions import Action
     from pd.proxy.server import ProxyThread
 
+pytestmark = pytest.mark.one_process("starts several processes by itself")
 WAIT = 30.0
 
 

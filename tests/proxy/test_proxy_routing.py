@@ -485,6 +485,7 @@ def test_a_conversation_stays_on_its_nodes(cluster: Cluster) -> None:
     assert all(len(node.generates) == 3 for node in cluster.prefill), "unused caches"
 
 
+@pytest.mark.one_process("each process counts its own requests before the nodes tell")
 def test_load_counts_what_was_sent_and_not_answered(cluster: Cluster) -> None:
     for _ in range(2):
         cluster.pair(auto=False)

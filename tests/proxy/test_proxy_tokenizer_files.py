@@ -129,6 +129,7 @@ def test_a_broken_sentencepiece_model_says_so_in_one_line(tmp_path: Path) -> Non
     assert "\n" not in raised.value.message
 
 
+@pytest.mark.one_process("reads the log of this process")
 def test_the_proxy_warns_at_its_start_that_it_has_no_tokenizer(
     cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

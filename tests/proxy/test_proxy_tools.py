@@ -402,6 +402,7 @@ def test_special_tokens_that_clients_write_may_be_text(cluster: Cluster, tmp_pat
 # ---- refusals
 
 
+@pytest.mark.one_process("changes the configuration of a running proxy")
 def test_models_that_know_no_tools_say_what_to_do(cluster: Cluster, tmp_path: Path) -> None:
     model = Scripted(cluster, tmp_path, PLAIN)
     assert "--tool-call-parser" in model.refused()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 from fake_node import FakeNode, wait_until
-from proxy_cluster import read_events, wait_for_all
+from proxy_cluster import read_events, wait_for_agreement, wait_for_all
 
 from pd.core.messages import ErrorInfo, Failed, Finish, NodeHeartbeat
 
@@ -52,10 +52,12 @@ def post(url: str, **body: Any) -> tuple[int, Any]:
 
 
 def ready(proxy: ProxyThread) -> bool:
+    wait_for_agreement(proxy)
     return httpx.get(proxy.url + "/readiness").status_code == 200
 
 
 def workers(proxy: ProxyThread) -> list[dict[str, Any]]:
+    wait_for_agreement(proxy)
     listed: list[dict[str, Any]] = httpx.get(proxy.url + "/workers").json()["workers"]
     return listed
 
@@ -169,6 +171,7 @@ def test_the_prefill_nodes_death_does_not_matter_once_decoding_runs(
     assert (status, body["output_ids"]) == (200, [40, 41, 42])
 
 
+@pytest.mark.one_process("counts on the turns that one process gives to nodes")
 def test_one_nodes_death_leaves_other_pairs_alone(
     cluster: Cluster, background: ThreadPoolExecutor
 ) -> None:
@@ -277,6 +280,7 @@ def test_workers_join_and_leave_at_run_time(
     assert len(workers(proxy)) == 2
 
 
+@pytest.mark.one_process("counts a proxy as one sender of messages")
 def test_several_proxies_share_the_nodes(cluster: Cluster) -> None:
     prefill, decode = cluster.pair()
     proxies = [cluster.proxy() for _ in range(3)]
@@ -313,6 +317,7 @@ def test_messages_of_another_instance_or_proxy_are_dropped(
     assert result.result(20)[0] == 200
 
 
+@pytest.mark.one_process("sends to the instance id that one process has")
 def test_garbage_on_the_message_socket_does_no_harm(cluster: Cluster) -> None:
     prefill, _ = cluster.pair()
     proxy = cluster.proxy()

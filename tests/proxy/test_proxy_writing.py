@@ -5,18 +5,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
 from processes import Stream, wait_until
 
 from pd.core.messages import Finish, Output, StepOutputs
 from pd.proxy.web import NewsWriter
 
 if TYPE_CHECKING:
-    import pytest
     from proxy_cluster import Cluster
 
     from pd.core.messages import Generate
 
 
+@pytest.mark.one_process("replaces a function of the proxy")
 def test_a_stream_that_cannot_be_written_ends_and_others_of_the_message_go_on(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,6 +56,7 @@ def test_a_stream_that_cannot_be_written_ends_and_others_of_the_message_go_on(
     assert set(tried) == set(names)
 
 
+@pytest.mark.one_process("holds up the event loop of the proxy")
 def test_messages_that_were_there_at_once_are_one_event(cluster: Cluster) -> None:
     node = cluster.node("unified", auto=False)
     proxy = cluster.proxy()

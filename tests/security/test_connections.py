@@ -261,6 +261,7 @@ def test_when_there_are_too_many_connections_those_without_a_request_give_way(
         stream.check()
 
 
+@pytest.mark.one_process("reads the server's connections")
 def test_health_is_answered_when_all_connections_have_requests(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,6 +59,7 @@ def ask(proxy: ProxyThread, method: str, path: str, body: Any = None, **headers:
 # ---- web pages
 
 
+@pytest.mark.one_process("reads the routes of the proxy in this process")
 @pytest.mark.parametrize("page", WEB_PAGES)
 def test_a_web_page_cannot_drive_a_proxy(keyless: ProxyThread, page: str) -> None:
     assert keyless.proxy is not None
