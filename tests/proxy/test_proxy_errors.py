@@ -447,6 +447,7 @@ def test_no_error_is_longer_than_a_page() -> None:
     assert message == "x" * MAX_MESSAGE_CHARACTERS + "…"
 
 
+@pytest.mark.one_process("changes a constant of a running proxy")
 def test_a_body_is_bounded(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pd.proxy.bodies.MAX_BODY_BYTES", 1000)
     check(client.post(GENERATE, content=b" " * 5000, headers=JSON), 400, "5000 bytes; at most 1000")

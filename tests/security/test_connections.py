@@ -177,6 +177,7 @@ def test_a_head_has_a_deadline(cluster: Cluster, monkeypatch: pytest.MonkeyPatch
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "deadline"
 
 
+@pytest.mark.one_process("reads the bytes that the proxy holds")
 def test_a_body_has_a_deadline(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster.node("unified")
     proxy = limited(monkeypatch, cluster, body_seconds=0.3, body_rate=1000)

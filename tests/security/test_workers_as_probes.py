@@ -16,7 +16,7 @@ import edge_helpers  # noqa: F401  # makes the proxy's helpers known
 import httpx
 import pytest
 from fake_node import wait_until
-from proxy_cluster import Cluster
+from proxy_cluster import Cluster, nodes_known
 
 from pd.core.cluster_key import admin_key
 from pd.proxy import node_http, pool
@@ -356,6 +356,11 @@ def test_a_node_that_comes_back_on_its_port_is_no_duplicate(cluster: Cluster) ->
     _, decode = cluster.pair()
     proxy = cluster.proxy(text=False)
     decode.restart()
-    wait_until(lambda: worker(proxy, decode.url)["instance_id"] == decode.instance_id)
-    wait_until(lambda: worker(proxy, decode.url)["ready"])
+
+    def is_known() -> bool:
+        entries = [node for nodes in nodes_known(proxy) for node in nodes]
+        found = [node for node in entries if node["url"] == decode.url]
+        return all(node["ready"] and node["instance_id"] == decode.instance_id for node in found)
+
+    wait_until(is_known)
     assert works(proxy)
