@@ -5,8 +5,19 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import ssl
 
+for name in (
+    "pd.proxy.processes.child",
+    "anyio._backends._asyncio",
+    "httpcore",
+    "pydantic.v1",
+    "tokenizers",
+    "uvicorn.protocols.http.httptools_impl",
+    "uvloop",
+):
+    importlib.import_module(name)
 # As in tests/conftest.py.
 ssl.create_default_context = functools.cache(ssl.create_default_context)
 ssl.create_default_context()
