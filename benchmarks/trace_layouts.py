@@ -165,25 +165,39 @@ def flags_of(given: list[str]) -> dict[str, Any]:
 
 
 def measure(args: argparse.Namespace, scratch: Path) -> dict[Case, list[Round]]:
-    """All rounds of every case."""
+    """All rounds of every case. After an interrupt: those of the time scales at which every layout
+    has one."""
     file = scratch / "layouts.yaml"
     file.write_text(yaml.safe_dump(deployment(args)))
     cases = [Case(name, scale) for scale in args.time_scales for name in args.layouts]
     found: dict[Case, list[Round]] = {case: [] for case in cases}
     with up(load_spec(file), file, logs=args.logs, report=print) as running:
-        for number in range(args.rounds):
-            # The layout that goes first changes from round to round.
-            for case in cases[:: -1 if number % 2 else 1]:
-                found[case].append([])
-                for window in args.windows:
-                    url = running.layouts[case.layout].url
-                    httpx.post(f"{url}/flush_cache", timeout=60).raise_for_status()
-                    place = f"{case.layout}-{case.time_scale}-{window}-{number}"
-                    directory = scratch / place.replace(":", "-").replace("/", "-")
-                    ask(url, args, case.time_scale, window, directory)
-                    running.check()
-                    found[case][-1].append(directory)
+        try:
+            for number in range(args.rounds):
+                # The layout that goes first changes from round to round.
+                for case in cases[:: -1 if number % 2 else 1]:
+                    windows = []
+                    for window in args.windows:
+                        url = running.layouts[case.layout].url
+                        httpx.post(f"{url}/flush_cache", timeout=60).raise_for_status()
+                        place = f"{case.layout}-{case.time_scale}-{window}-{number}"
+                        directory = scratch / place.replace(":", "-").replace("/", "-")
+                        ask(url, args, case.time_scale, window, directory)
+                        running.check()
+                        windows.append(directory)
+                    found[case].append(windows)
+        except KeyboardInterrupt:
+            found = complete(found)
+            if not found:
+                raise
+            print(f"interrupted; complete: {', '.join(map(str, found))}", file=sys.stderr)
     return found
+
+
+def complete(found: dict[Case, list[Round]]) -> dict[Case, list[Round]]:
+    """The cases with a time scale at which none lacks a round."""
+    lacking = {case.time_scale for case, rounds in found.items() if not rounds}
+    return {case: rounds for case, rounds in found.items() if case.time_scale not in lacking}
 
 
 def ask(url: str, args: argparse.Namespace, time_scale: str, window: str, directory: Path) -> None:

@@ -82,10 +82,9 @@ def rotated(versions: dict[str, Path], by: int) -> list[str]:
 
 
 def measure_engines(
-    versions: dict[str, Path], arguments: list[str], devices: list[str], rounds: int
-) -> Runs:
-    """Every round of every version on every device."""
-    runs: Runs = defaultdict(list)
+    versions: dict[str, Path], arguments: list[str], devices: list[str], rounds: int, runs: Runs
+) -> None:
+    """Add every round of every version on every device to ``runs``."""
 
     def lane(index: int) -> None:
         for turn in range(rounds):
@@ -98,19 +97,18 @@ def measure_engines(
 
     with ThreadPoolExecutor(len(devices)) as pool:
         list(pool.map(lane, range(len(devices))))
-    return runs
 
 
-def measure_transfers(versions: dict[str, Path], arguments: list[str], rounds: int) -> Runs:
-    """Every round of every version, one after the other."""
-    runs: Runs = defaultdict(list)
+def measure_transfers(
+    versions: dict[str, Path], arguments: list[str], rounds: int, runs: Runs
+) -> None:
+    """Add every round of every version, one after the other, to ``runs``."""
     for turn in range(rounds):
         for name in rotated(versions, turn):
             found = figures(run(versions[name], ["transfer", *arguments]))
             for figure, value in found.items():
                 runs[figure, name].append(value)
             print(f"round {turn + 1}, {name}: {found}", flush=True)
-    return runs
 
 
 def summarize(runs: Runs, versions: list[str]) -> list[dict[str, Any]]:
@@ -150,17 +148,21 @@ def main() -> None:
         if not equals or not (Path(folder) / "pd").is_dir():
             parser.error(f"--version {each}: NAME=DIR, and DIR has the folder pd")
         versions[name] = Path(folder).resolve()
-    runs: Runs = {}
-    if args.engine is not None:
-        runs |= measure_engines(versions, shlex.split(args.engine), args.devices, args.rounds)
-    if args.transfer is not None:
-        runs |= measure_transfers(versions, shlex.split(args.transfer), args.rounds)
+    runs: Runs = defaultdict(list)
+    note = None
+    try:
+        if args.engine is not None:
+            measure_engines(versions, shlex.split(args.engine), args.devices, args.rounds, runs)
+        if args.transfer is not None:
+            measure_transfers(versions, shlex.split(args.transfer), args.rounds, runs)
+    except KeyboardInterrupt:
+        note = "interrupted, so that the last round is not complete"
     rows = summarize(runs, list(versions))
     for row in rows:
         print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
     if args.output is not None:
         command = shlex.join(["python", "benchmarks/versions.py", *sys.argv[1:]])
-        write_report(args.output, command, rows, measured=["pd"])
+        write_report(args.output, command, rows, measured=["pd"], note=note)
 
 
 if __name__ == "__main__":
