@@ -25,7 +25,8 @@ STUCK_SECONDS = 5.0
 
 
 class PortAcceptor:
-    """Accepts while a child serves; until then connections wait in the kernel's queue.
+    """Accepts while a child serves, and takes connections; until then they wait in the kernel's
+    queue.
 
     Args:
         serving: the children that connections may go to.
@@ -44,6 +45,8 @@ class PortAcceptor:
         self._loop = asyncio.get_running_loop()
         self._seldom = Seldom(log)
         self._accepts = self._closed = False
+        # Accepted, but no child took it yet.
+        self._held: socket.socket | None = None
         listener.setblocking(False)
         listener.listen(BACKLOG)
 
@@ -52,6 +55,8 @@ class PortAcceptor:
         accepts = bool(self._serving()) and not self._closed
         if accepts and not self._accepts:
             self._loop.add_reader(self._listener.fileno(), self._accept)
+            if self._held is not None:
+                self._loop.call_soon(self._accept)
         elif self._accepts and not accepts:
             self._loop.remove_reader(self._listener.fileno())
         self._accepts = accepts
@@ -61,6 +66,9 @@ class PortAcceptor:
         self._closed = True
         self.update()
         self._listener.close()
+        if self._held is not None:
+            self._held.close()
+            self._held = None
 
     def load(self, child: ChildProcess) -> int:
         """Connections of a child, as far as it has told."""
@@ -72,25 +80,28 @@ class PortAcceptor:
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTS_PER_TURN):
-            try:
-                connection, _ = self._listener.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            if not self._accepts:
                 return
-            except OSError as error:
-                self._seldom.warn(f"cannot accept connections: {error.strerror}")
+            if self._held is None:
+                try:
+                    self._held, _ = self._listener.accept()
+                except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                    return
+                except OSError as error:
+                    self._seldom.warn(f"cannot accept connections: {error.strerror}")
+                    self._pause()
+                    return
+            if not self._hand(self._held):
+                self._seldom.warn("no proxy process takes connections at present: they wait")
                 self._pause()
                 return
-            self._hand(connection)
+            self._held = None
 
-    def _hand(self, connection: socket.socket) -> None:
+    def _hand(self, connection: socket.socket) -> bool:
         """Hand a connection to the child with the fewest that takes it, if it can to one that does
-        not stand still."""
+        not stand still. False if none takes it: each has not taken those before, or ended."""
         children = sorted(self._serving(), key=self.load)
-        for child in sorted(children, key=self.is_stuck):
-            if child.connections.hand(connection):
-                return
-        self._seldom.warn("no proxy process takes connections: one is closed")
-        connection.close()
+        return any(c.connections.hand(connection) for c in sorted(children, key=self.is_stuck))
 
     def _pause(self) -> None:
         self._loop.remove_reader(self._listener.fileno())
