@@ -94,6 +94,8 @@ def _constants() -> dict[str, dict[str, Any]]:
 
 def _serve(descriptors: list[int], rest: list[str], constants: dict[str, dict[str, Any]]) -> None:
     """Do what ``python -m pd.proxy.processes.child`` does."""
+    # The server ignores modules that it cannot import: everything would just be slow.
+    assert "preloaded_child" in sys.modules, "preloaded_child.py could not be imported"
     from pd.proxy.processes import child
 
     for module, values in constants.items():
