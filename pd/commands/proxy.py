@@ -207,6 +207,12 @@ def _add_requests(flags: ConfigFlags) -> None:
         type=float,
         metavar="SECONDS",
     )
+    flags.add(
+        "--trace-requests",
+        "new file with a row for every prompt that was served, when and how long it and its answer "
+        "were and what it shared with others, for pd-bench serve --dataset-name trace",
+        metavar="FILE",
+    )
 
 
 def config_from(args: argparse.Namespace) -> ProxyConfig:

@@ -43,6 +43,7 @@ class ProxyConfig:
         failover: ``on`` or ``off``: whether requests go on elsewhere when nodes fail.
         max_failovers: how often a request does, at most.
         failover_wait: seconds that it waits for a node that can go on with it.
+        trace_requests: file with a row for every prompt that was served.
     """
 
     prefill: list[str] = field(default_factory=list)
@@ -72,6 +73,7 @@ class ProxyConfig:
     failover: str = "on"
     max_failovers: int = 2
     failover_wait: float = 60.0
+    trace_requests: str | None = None
 
     @property
     def itl(self) -> float:

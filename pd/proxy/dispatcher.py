@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from pd.proxy.breaker import Breaker
     from pd.proxy.generation import Choice
     from pd.proxy.metrics import Metrics
+    from pd.proxy.request_trace import RequestTrace
     from pd.proxy.routing import Route
     from pd.proxy.worker import Worker
 
@@ -68,6 +69,7 @@ class Dispatcher:
         max_failovers: int,
         failover_wait: float,
         on_released: Callable[[Worker], None],
+        trace: RequestTrace | None = None,
     ) -> None:
         """``max_failovers``, ``failover_wait``: see :class:`pd.proxy.failover.Failovers`."""
         self.jobs: set[Job] = set()
@@ -76,6 +78,7 @@ class Dispatcher:
         self.last_output = 0.0
         self._router = router
         self._metrics = metrics
+        self._trace = trace
         self._request_timeout = request_timeout
         self._attempts = Attempts(instance_id, router, metrics, on_released)
         self._failovers = Failovers(
@@ -465,6 +468,8 @@ class Dispatcher:
         for attempt in list(generation.attempts):
             self._attempts.close(attempt)
         self._metrics.generation_ended(generation)
+        if self._trace is not None and generation.holder and not generation.job.is_probe:
+            self._trace.ended(generation)
 
     def _expire(self, job: Job, timeout: float) -> None:
         message = f"the request did not finish within {timeout:g} s"

@@ -8,7 +8,9 @@ import logging
 import signal
 import socket
 import threading
+import time
 import uuid
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import uvicorn
@@ -31,6 +33,7 @@ from pd.proxy.loop import freeze_objects, new_loop
 from pd.proxy.metrics import Metrics
 from pd.proxy.policies import make_policy
 from pd.proxy.pool import WorkerPool
+from pd.proxy.request_trace import RequestTrace, create_trace
 from pd.proxy.routing import Router
 from pd.proxy.service import Service
 from pd.proxy.tokenizer import TextModels
@@ -90,6 +93,8 @@ class Proxy:
         config, shared = self.config, self._shared
         source: ConnectionSource
         if shared is None:
+            if config.trace_requests is not None:
+                create_trace(Path(config.trace_requests))
             source = listener = bind(config.host, config.port)
             address = listener.getsockname()[:2]
         else:
@@ -134,6 +139,10 @@ class Proxy:
         config, shared = self.config, self._shared
         self._text_models = text_models
         metrics = Metrics()
+        self._trace: RequestTrace | None = None
+        if config.trace_requests is not None:
+            began = time.monotonic() if shared is None else shared.began
+            self._trace = RequestTrace(Path(config.trace_requests), began)
         self._sockets = Sockets(self.instance_id, config.cluster_key)
         self._pool = WorkerPool(
             self._sockets,
@@ -157,6 +166,7 @@ class Proxy:
             max_failovers=config.max_failovers if config.failover == "on" else 0,
             failover_wait=config.failover_wait,
             on_released=self._pool.release,
+            trace=self._trace,
         )
         self._background = Background()
         self._service = service = Service(
@@ -235,6 +245,8 @@ class Proxy:
         await self._pool.close()
         self._sockets.close()
         self._background.close()
+        if self._trace is not None:
+            await asyncio.to_thread(self._trace.close)
 
     def _on_message(self, worker: Worker, message: AnyMessage) -> None:
         self._dispatcher.receive(worker, message)

@@ -30,11 +30,13 @@ class Shared:
         connections: those of the common port that this process serves.
         address: IP address and number of that port.
         count: of the processes, which share the limits on memory evenly.
+        began: when the first of them started, on the monotonic clock.
     """
 
     connections: ConnectionSource
     address: tuple[str, int]
     count: int
+    began: float
     ledger: Ledger
     everywhere: Everywhere
     claims: RidClaims

@@ -76,6 +76,7 @@ class Child:
             connections=self._connections,
             address=start.address,
             count=self._count,
+            began=start.began,
             ledger=self._ledger,
             everywhere=self._everywhere,
             claims=_Claims(self._link),

@@ -16,11 +16,13 @@ class StartChild(msgspec.Struct, tag=True):
     Attributes:
         address: IP address and number of the common port.
         log_level: of the parent's logger.
+        began: when the parent started, on the monotonic clock.
     """
 
     config: ProxyConfig
     address: tuple[str, int]
     log_level: int
+    began: float
 
 
 class Perform(msgspec.Struct, tag=True):

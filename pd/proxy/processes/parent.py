@@ -12,7 +12,9 @@ import copy
 import logging
 import mmap
 import tempfile
+import time
 import uuid
+from pathlib import Path
 from typing import TYPE_CHECKING, cast, get_args
 
 import msgspec
@@ -35,6 +37,7 @@ from pd.proxy.processes.messages import (
     ToParent,
 )
 from pd.proxy.processes.process import ChildProcess
+from pd.proxy.request_trace import create_trace
 from pd.proxy.server import bind, url_of
 
 if TYPE_CHECKING:
@@ -71,6 +74,7 @@ class ProxyProcesses:
         self._config = config
         self.instance_id = uuid.uuid4().hex
         self.url = ""
+        self._began = time.monotonic()
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
         self.children: list[ChildProcess | None] = [None] * config.workers
@@ -90,6 +94,8 @@ class ProxyProcesses:
         self._memory.truncate(Ledger.size(config.workers))
         table = mmap.mmap(self._memory.fileno(), 0)
         self._ledger = Ledger(memoryview(table))
+        if config.trace_requests is not None:
+            create_trace(Path(config.trace_requests))
         listener = bind(config.host, config.port)
         self._address: tuple[str, int] = listener.getsockname()[:2]
         self.url = url_of(*self._address)
@@ -188,7 +194,9 @@ class ProxyProcesses:
         child = self.children[number] = ChildProcess(number, workers, memory, self._handle)
         level = logging.getLogger().getEffectiveLevel()
         try:
-            status = await child.run(lambda: StartChild(self._config, self._address, level))
+            status = await child.run(
+                lambda: StartChild(self._config, self._address, level, self._began)
+            )
         finally:
             self._forget(child)
         return f"ended with status {status}"
