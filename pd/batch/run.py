@@ -132,8 +132,8 @@ class BatchRun:
             self._abort()
         else:
             self._report(
-                f"waiting up to {GRACE_SECONDS:.0f} s for {self._under_way} answers; Ctrl-C again "
-                "ends them"
+                f"waiting up to {GRACE_SECONDS:.0f} s for what is under way ({self._under_way}); "
+                "Ctrl-C again ends it"
             )
             asyncio.get_running_loop().call_later(GRACE_SECONDS, self._abort)
         self.interrupted = True
