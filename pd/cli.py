@@ -27,6 +27,9 @@ to serve a model, each in its own terminal:
   pd-launch decode  --model DIR
   pd-launch proxy   --prefill http://127.0.0.1:30000 --decode http://127.0.0.1:30100
 
+to have a file of requests answered:
+  pd-launch batch requests.jsonl answers.jsonl --url http://127.0.0.1:8000
+
 Every command has its own --help. configs/ has more deployments, docs/ explains how it works.
 """
 

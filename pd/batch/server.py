@@ -92,7 +92,7 @@ class BatchServer:
         try:
             async with asyncio.timeout(_CONNECT_SECONDS):
                 answer = await self._client.get(f"{self.url}/v1/models")
-        except (httpx.HTTPError, TimeoutError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError, TimeoutError) as error:
             raise SetupError(f"cannot reach {self.url}: {_describe(error)}") from None
         self._check_access(answer.status_code)
         if answer.is_redirect:

@@ -124,8 +124,8 @@ def run(args: argparse.Namespace) -> int:
     from pd.batch.requests import BatchInput
     from pd.batch.server import BatchServer
 
-    api_key = args.api_key if args.api_key is not None else os.environ.get(API_KEY_VARIABLE) or None
-    server = BatchServer(args.url, api_key, args.timeout, args.concurrency)
+    api_key = os.environ.get(API_KEY_VARIABLE) if args.api_key is None else args.api_key
+    server = BatchServer(args.url, api_key or None, args.timeout, args.concurrency)
     path = None if args.output == "-" else types.path(args.output)
     source = BatchInput(None if args.input == "-" else types.path(args.input))
     try:
@@ -206,12 +206,12 @@ def _summary(counts: BatchCounts, output: BatchOutput) -> str:
     if counts.earlier:
         parts[0] += f" ({counts.earlier} of them in earlier runs)"
     if counts.refused:
-        parts.append(f"{counts.refused} were refused")
+        parts.append(f"{counts.refused} {'was' if counts.refused == 1 else 'were'} refused")
     if counts.failed:
         parts.append(f"{counts.failed} failed")
     left = counts.total - counts.done - counts.failed
     if left:
-        parts.append(f"{left} have no answer yet")
+        parts.append(f"{left} {'has' if left == 1 else 'have'} no answer yet")
     text = f"{', '.join(parts)}; answers are in {output.name}"
     if counts.done < counts.total and output.is_resumable:
         text += "; the same command goes on from here"

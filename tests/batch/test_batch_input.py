@@ -83,6 +83,7 @@ def test_other_wrong_lines_are_counted(
         ("{empty} {out} --url http://host", "{empty} has no requests"),
         ("{in} {in} --url http://host", "both input and output"),
         ("{in} {notes} --url http://host", "{notes} line 1 is not an answer of a batch"),
+        ("{in} {out} --url http://host:99999", "--url must be like"),
     ],
 )
 def test_arguments_that_cannot_be_right_are_errors_of_one_line(

@@ -31,7 +31,7 @@ LOST = (
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(
         st.tuples(st.text(max_size=5), st.sampled_from([200, 400, 404, 429, 500])), max_size=6
