@@ -27,6 +27,9 @@ to serve a model, each in its own terminal:
   pd-launch decode  --model DIR
   pd-launch proxy   --prefill http://127.0.0.1:30000 --decode http://127.0.0.1:30100
 
+to have a file of requests answered:
+  pd-launch batch requests.jsonl answers.jsonl --url http://127.0.0.1:8000
+
 Every command has its own --help. configs/ has more deployments, docs/ explains how it works.
 """
 
@@ -43,7 +46,7 @@ def launch(argv: Sequence[str] | None = None) -> int:
 
 def launch_parser() -> tuple[Parser, dict[str, Parser]]:
     """The parser, and those of its commands by name."""
-    from pd.commands import admin, cluster, demo
+    from pd.commands import admin, batch, cluster, demo
     from pd.commands.servers import add_command, add_servers
 
     parser = Parser(
@@ -57,6 +60,7 @@ def launch_parser() -> tuple[Parser, dict[str, Parser]]:
     demo.add_arguments(add_command(added, "demo", demo.TEXT))
     admin.add_arguments(add_command(added, "admin", admin.TEXT))
     cluster.add_arguments(add_command(added, "cluster", cluster.TEXT))
+    batch.add_arguments(add_command(added, "batch", batch.TEXT))
     return parser, dict(added.choices)
 
 
@@ -76,6 +80,10 @@ def _launch(parser: Parser, commands: dict[str, Parser], arguments: list[str]) -
         from pd.commands import cluster
 
         return cluster.run(args)
+    if args.command == "batch":
+        from pd.commands import batch
+
+        return batch.run(args)
     from pd.commands import node, proxy
 
     return proxy.run(args) if args.command == "proxy" else node.run(args)

@@ -26,6 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "unified_node": {"core", "scheduling", "node"},
     "proxy": {"core", "radix"},
     "cluster": {"core"},
+    "batch": {"core"},
 }
 # Programs, which may import everything and which no room may import.
 PROGRAMS = {"commands", "bench"}
@@ -34,8 +35,9 @@ LOAD = Path("pd/bench/load")
 LOAD_ALLOWED = ("pd.core", "pd.bench.load", "pd.bench.report")
 # A request names, for types only, the classes of other rooms that it carries.
 TYPES_OF_OTHER_ROOMS = {Path("pd/core/request.py")}
-# The proxy and what it is made of, and what starts deployments, must start without torch.
-NO_TORCH = {"core", "radix", "proxy", "bootstrap", "cluster"}
+# The proxy and what it is made of, its client for batches, and what starts deployments, must start
+# without torch.
+NO_TORCH = {"core", "radix", "proxy", "bootstrap", "cluster", "batch"}
 
 
 class Import(NamedTuple):

@@ -72,6 +72,30 @@ def test_python(served: Deployment) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True)
 
 
+def test_batch(served: Deployment, tmp_path: Path) -> None:
+    """The line that the documents show is answered as they show it."""
+    commands = {
+        line
+        for name in ("README.md", "docs/api.md")
+        for block in blocks(name)
+        for line in block.splitlines()
+        if line.startswith("pd-launch batch")
+    }
+    (command,) = (
+        command.replace("http://127.0.0.1:8000", served.proxy.url) for command in commands
+    )
+    lines = [block for block in blocks("docs/api.md", "json") if '"custom_id"' in block]
+    request, shown = map(json.loads, lines)
+    (tmp_path / "requests.jsonl").write_text(json.dumps(request))
+    arguments = [sys.executable, "-m", "pd.cli", *command.split()[1:]]
+    ended = subprocess.run(arguments, cwd=tmp_path, check=True, timeout=60, capture_output=True)
+    assert ended.stdout == b"" and b"1 of 1 requests succeeded" in ended.stderr
+    answer = json.loads((tmp_path / "answers.jsonl").read_text())
+    assert answer.keys() == shown.keys() and answer["custom_id"] == request["custom_id"]
+    assert answer["response"].keys() == shown["response"].keys()
+    assert answer["response"]["body"]["choices"][0]["message"]["content"]
+
+
 def test_links_lead_somewhere() -> None:
     for page in [*ROOT.glob("*.md"), ROOT / "training/README.md", *ROOT.glob("docs/*.md")]:
         for target, anchor in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]*))?\)", page.read_text()):

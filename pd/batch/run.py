@@ -1,0 +1,220 @@
+"""A run of a batch: a bounded number of requests at a time, each until it has its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import signal
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pd.batch.requests import id_digest
+from pd.batch.results import BatchError, BatchResult, is_final, succeeded
+from pd.core.errors import SetupError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Iterator, Sequence
+
+    from pd.batch.output import BatchOutput
+    from pd.batch.requests import BatchRequest
+    from pd.batch.server import BatchAttempt, BatchServer
+
+# Pause before the second attempt at a request; it doubles with each further one.
+FIRST_PAUSE_SECONDS = 0.5
+_MAX_PAUSE_SECONDS = 60.0
+_MAX_RETRY_AFTER_SECONDS = 300.0
+# After an interrupt, answers may take so long to come.
+GRACE_SECONDS = 30.0
+# So many requests that fail in a row, and at least all of those under way, end the run.
+_MIN_FAILURES_IN_A_ROW = 10
+# The event loop has a turn after so many requests that are done already.
+_SKIPPED_AT_A_TIME = 256
+
+
+@dataclass
+class BatchCounts:
+    """Requests of the input by their outcome.
+
+    Attributes:
+        total: all of them.
+        earlier: done by earlier runs.
+        answered: now, with success.
+        refused: of this and earlier runs, for a reason that lies in the request itself.
+        failed: now; a later run asks again.
+    """
+
+    total: int
+    earlier: int = 0
+    answered: int = 0
+    refused: int = 0
+    failed: int = 0
+
+    @property
+    def done(self) -> int:
+        """Requests that have their answer, or the reason why they never will."""
+        return self.earlier + self.answered + self.refused
+
+
+class BatchRun:
+    """Sends the requests which are not done, and writes their answers as they come.
+
+    Args:
+        concurrency: requests under way at most.
+        max_retries: further attempts at a request at most, in this run.
+        progress: called after each request that ends.
+        report: called with a line for the user.
+    """
+
+    def __init__(
+        self,
+        requests: Iterator[BatchRequest],
+        output: BatchOutput,
+        server: BatchServer,
+        counts: BatchCounts,
+        *,
+        concurrency: int,
+        max_retries: int,
+        progress: Callable[[], None],
+        report: Callable[[str], None],
+    ) -> None:
+        self.counts = counts
+        self.interrupted = False
+        self._requests = requests
+        self._output = output
+        self._server = server
+        self._concurrency = concurrency
+        self._max_retries = max_retries
+        self._progress = progress
+        self._report = report
+        self._stopping = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._under_way = 0
+        self._skipped = 0
+        self._failures_in_a_row = 0
+        self._unreachable = False
+
+    async def run(self) -> None:
+        """Send everything, unless SIGINT or SIGTERM comes: then requests under way may end.
+
+        Raises SetupError if the server refuses the API key, is gone or fails one request after the
+        other, or if the output cannot be written.
+        """
+        if self.counts.done == self.counts.total:
+            return
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._interrupt)
+        try:
+            await self._run_tasks([self._server.check()])
+            workers = min(self._concurrency, self.counts.total - self.counts.done)
+            await self._run_tasks([self._work() for _ in range(workers)])
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+    async def _run_tasks(self, work: Sequence[Coroutine[None, None, None]]) -> None:
+        """Wait for all of these. The first error ends the others and is raised."""
+        self._tasks = [asyncio.create_task(one) for one in work]
+        try:
+            await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in self._tasks:
+                if task.done() and not task.cancelled():
+                    task.result()
+        finally:
+            self._abort()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _interrupt(self) -> None:
+        """Take no further request. A second call, or a while, ends those under way."""
+        if self.interrupted or not self._under_way:
+            self._abort()
+        else:
+            self._report(
+                f"waiting up to {GRACE_SECONDS:.0f} s for what is under way ({self._under_way}); "
+                "Ctrl-C again ends it"
+            )
+            asyncio.get_running_loop().call_later(GRACE_SECONDS, self._abort)
+        self.interrupted = True
+        self._stopping.set()
+
+    def _abort(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    async def _work(self) -> None:
+        """Take one request after the other from those that all workers share."""
+        for request in self._requests:
+            if self._stopping.is_set():
+                return
+            if id_digest(request.custom_id) in self._output.done:
+                self._skipped += 1
+                if self._skipped % _SKIPPED_AT_A_TIME == 0:
+                    await asyncio.sleep(0)
+                continue
+            await self._answer(request)
+
+    async def _answer(self, request: BatchRequest) -> None:
+        """Write the result of a request, unless the run ends before it has one."""
+        result = BatchResult(f"batch_req_{uuid.uuid4().hex}", request.custom_id, None, None)
+        attempt = None
+        if request.refusal is not None:
+            result.error = BatchError(*request.refusal)
+        else:
+            self._under_way += 1
+            try:
+                attempt = await self._attempts(request, result.id)
+            finally:
+                self._under_way -= 1
+            if attempt is None:
+                return
+            result.response, result.error = attempt.response, attempt.error
+        self._output.append(result.line())
+        self._count(attempt)
+        self._progress()
+
+    async def _attempts(self, request: BatchRequest, name: str) -> BatchAttempt | None:
+        """The last attempt at a request; None if the run ends while it waits for another one."""
+        for number in range(self._max_retries + 1):
+            attempt = await self._server.attempt(request.url, request.content, name)
+            self._note_outage(attempt)
+            if not attempt.try_again:
+                return attempt
+            if number < self._max_retries:
+                pause = min(_MAX_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2**number)
+                pause = max(pause, min(attempt.wait, _MAX_RETRY_AFTER_SECONDS))
+                # Requests that failed together should not come together.
+                pause *= random.uniform(1.0, 1.5)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopping.wait(), pause)
+                if self._stopping.is_set():
+                    return None
+        if attempt.unreachable:
+            raise SetupError(f"{attempt.reason} (tried {self._max_retries + 1} times)")
+        return attempt
+
+    def _note_outage(self, attempt: BatchAttempt) -> None:
+        """Tell the user once that the server is gone, since the next attempts take a while."""
+        if attempt.unreachable and not self._unreachable and self._max_retries:
+            self._report(f"{attempt.reason}; trying again up to {self._max_retries} times")
+        self._unreachable = attempt.unreachable
+
+    def _count(self, attempt: BatchAttempt | None) -> None:
+        """Count a result that was written. Raises SetupError after too many failures in a row."""
+        counts = self.counts
+        response = None if attempt is None else attempt.response
+        if response is not None and succeeded(response.status_code):
+            counts.answered += 1
+        elif attempt is None or (response is not None and is_final(response.status_code)):
+            counts.refused += 1
+        else:
+            counts.failed += 1
+            self._failures_in_a_row += 1
+            if self._failures_in_a_row >= max(self._concurrency, _MIN_FAILURES_IN_A_ROW):
+                raise SetupError(
+                    f"{self._failures_in_a_row} requests in a row failed, the last one with: "
+                    f"{attempt.reason}"
+                )
+            return
+        self._failures_in_a_row = 0
