@@ -104,6 +104,20 @@ def _add_network(flags: ConfigFlags) -> None:
         metavar="N",
     )
     flags.add(
+        "--tls-cert",
+        "certificate in PEM format, followed by those of intermediate authorities: the port speaks "
+        "HTTPS only; with --tls-key. A file that changes is read again",
+        type=types.path,
+        metavar="FILE",
+    )
+    flags.add(
+        "--tls-key",
+        "private key of --tls-cert in PEM format, without a passphrase; other users of this "
+        "machine should not be able to read it",
+        type=types.path,
+        metavar="FILE",
+    )
+    flags.add(
         "--cors-origins",
         "web pages that may use the proxy, such as https://chat.example.org; may be repeated, * "
         "lets in all",
@@ -218,8 +232,9 @@ def _add_requests(flags: ConfigFlags) -> None:
 def config_from(args: argparse.Namespace) -> ProxyConfig:
     """The proxy's configuration; raises UsageError for values that cannot work."""
     settings = dict(vars(args))
-    if args.tokenizer is not None:
-        settings["tokenizer"] = str(args.tokenizer)
+    for name in ("tokenizer", "tls_cert", "tls_key"):
+        if settings[name] is not None:
+            settings[name] = str(settings[name])
     for name in ("command", "config", "log_level"):
         settings.pop(name)
     key_file = settings.pop("cluster_key_file")
@@ -259,6 +274,9 @@ def advice(config: ProxyConfig) -> list[str]:
             f"--host {config.host} without an API key: whoever reaches this port can generate; set "
             f"{API_KEY_VARIABLE} unless something in front checks"
         )
+    certificate = config.make_certificate()
+    if certificate is not None:
+        found += certificate.warnings
     if "*" in config.cors_origins and not config.key_required:
         found.append(
             "--cors-origins * without an API key: every web page that is open in a browser which "

@@ -23,9 +23,11 @@ import uvicorn
 
 from pd.core.guarded_protocol import FULL, GuardedProtocol, refusal
 from pd.core.seldom import Seldom
+from pd.core.tls import Handshakes, TlsTransport
 
 if TYPE_CHECKING:
     import socket
+    import ssl
     from collections.abc import Callable, Iterator
 
 log = logging.getLogger(__name__)
@@ -46,7 +48,7 @@ class ConnectionLimits:
         reserved: further ones, when all have a request; these are answered 503 unless they ask
             for one of ``open_paths``.
         head_seconds: until the request line and headers are complete, from the connection's
-            beginning or the head's first byte.
+            beginning or the head's first byte. A TLS handshake is part of that time.
         head_bytes: of request line and headers.
         body_seconds, body_rate: a body has this many seconds, and one more for each ``body_rate``
             bytes that came.
@@ -122,9 +124,13 @@ class Listener:
         self,
         sock: ConnectionSource,
         limits: ConnectionLimits,
-        make_protocol: Callable[[Listener], GuardedProtocol],
+        make_protocol: Callable[[Listener], asyncio.Protocol],
+        *,
+        is_encrypted: bool = False,
     ) -> None:
+        """``is_encrypted``: clients that are turned away could not read an answer."""
         self.limits = limits
+        self._is_encrypted = is_encrypted
         self._socket = sock
         self._make_protocol = partial(make_protocol, self)
         self._loop = asyncio.get_running_loop()
@@ -245,8 +251,9 @@ class Listener:
 
     def _turn_away(self, connection: socket.socket) -> None:
         self._seldom.warn(f"{self.connections} connections have requests: others are turned away")
-        with contextlib.suppress(OSError):  # it is gone, or does not read: all the same
-            connection.send(refusal(503, "Service Unavailable", FULL))
+        if not self._is_encrypted:
+            with contextlib.suppress(OSError):  # it is gone, or does not read: all the same
+                connection.send(refusal(503, "Service Unavailable", FULL))
         connection.close()
 
     def _refuse_with_spare(self) -> bool:
@@ -281,9 +288,13 @@ class GuardedServer(uvicorn.Server):
         self,
         config: uvicorn.Config,
         limits: ConnectionLimits,
+        tls: Callable[[], ssl.SSLContext] | None = None,
     ) -> None:
+        """``tls`` returns the context of a connection that begins; without it nothing is
+        encrypted."""
         super().__init__(config)
         self._limits = limits.fitting()
+        self._handshakes = None if tls is None else Handshakes(tls)
         self.listeners: list[Listener] = []
         # Where a library for them is installed, uvicorn would hand connections over to it.
         config.ws = "none"
@@ -306,7 +317,14 @@ class GuardedServer(uvicorn.Server):
         await self.lifespan.startup()
         for sock in sockets or []:
             sock.listen(self.config.backlog)
-            self.listeners.append(Listener(sock, self._limits, self._make_protocol))
+            self.listeners.append(
+                Listener(
+                    sock,
+                    self._limits,
+                    self._make_protocol,
+                    is_encrypted=self._handshakes is not None,
+                )
+            )
         self.servers = self.listeners  # type: ignore[assignment]  # closed when it ends
         self.started = True
 
@@ -316,10 +334,13 @@ class GuardedServer(uvicorn.Server):
                 listener.sweep()
         return await super().on_tick(counter)
 
-    def _make_protocol(self, listener: Listener) -> GuardedProtocol:
-        return GuardedProtocol(
+    def _make_protocol(self, listener: Listener) -> asyncio.Protocol:
+        protocol = GuardedProtocol(
             listener,
             config=self.config,
             server_state=self.server_state,
             app_state=self.lifespan.state,
         )
+        if self._handshakes is None:
+            return protocol
+        return TlsTransport(self._handshakes, protocol)

@@ -18,6 +18,7 @@ from pd.core.errors import UsageError
 from pd.proxy.api_keys import ApiKey
 
 if TYPE_CHECKING:
+    from pd.proxy.certificate import ServerCertificate
     from pd.proxy.prediction import Predictor
 
 # Processes of one proxy; more than any host has cores for.
@@ -40,6 +41,7 @@ class ProxyConfig:
         request_timeout, drain_timeout: in seconds.
         stream_interval: tokens of an event at least, of requests which choose none.
         workers: processes that serve the port.
+        tls_cert, tls_key: files in PEM format; with both the port speaks HTTPS only.
         failover: ``on`` or ``off``: whether requests go on elsewhere when nodes fail.
         max_failovers: how often a request does, at most.
         failover_wait: seconds that it waits for a node that can go on with it.
@@ -70,6 +72,8 @@ class ProxyConfig:
     drain_timeout: float = 30.0
     stream_interval: int = 1
     workers: int = 1
+    tls_cert: str | None = None
+    tls_key: str | None = None
     failover: str = "on"
     max_failovers: int = 2
     failover_wait: float = 60.0
@@ -79,6 +83,14 @@ class ProxyConfig:
     def itl(self) -> float:
         """Seconds between tokens that nodes are asked to keep; 0 leaves it to them."""
         return (self.slo_itl_ms or 0.0) / 1e3
+
+    def make_certificate(self) -> ServerCertificate | None:
+        """Return the certificate with which the proxy serves HTTPS; None if it serves HTTP."""
+        if self.tls_cert is None or self.tls_key is None:
+            return None
+        from pd.proxy.certificate import ServerCertificate
+
+        return ServerCertificate(self.tls_cert, self.tls_key)
 
     def make_predictor(self) -> Predictor | None:
         """Return the predictor that chooses among elastic nodes; None if roles and the policy
@@ -107,6 +119,7 @@ class ProxyConfig:
     def validate(self) -> None:
         """Raises UsageError naming the value that cannot work."""
         from pd.proxy.access import check_api_keys, check_cors_origins
+        from pd.proxy.certificate import check_certificate
         from pd.proxy.policies import make_policy
         from pd.proxy.pool import MAX_WORKERS
 
@@ -152,6 +165,7 @@ class ProxyConfig:
             raise UsageError(f"--drain-timeout must be at least 0, not {self.drain_timeout}")
         check_api_keys(self.all_keys)
         check_cors_origins(self.cors_origins)
+        check_certificate(self.tls_cert, self.tls_key)
         urls = [*self.prefill, *self.decode, *self.unified]
         if len(urls) > MAX_WORKERS:
             raise UsageError(f"{len(urls)} nodes are given; a proxy takes at most {MAX_WORKERS}")

@@ -91,6 +91,7 @@ class Proxy:
     async def start(self) -> None:
         """Bind, begin to watch the nodes, serve. Raises SetupError if the port is in use."""
         config, shared = self.config, self._shared
+        certificate = config.make_certificate()
         source: ConnectionSource
         if shared is None:
             if config.trace_requests is not None:
@@ -111,7 +112,7 @@ class Proxy:
         except PDError:
             source.close()
             raise
-        self.url = url_of(*address)
+        self.url = url_of(*address, is_encrypted=certificate is not None)
         self._pool.start()
         nodes: dict[Role, list[str]] = {
             "prefill": config.prefill,
@@ -130,7 +131,8 @@ class Proxy:
             timeout_graceful_shutdown=1,
         )
         limits = LIMITS if shared is None else LIMITS.share(shared.count)
-        self._server = GuardedServer(settings, limits)
+        tls = None if certificate is None else certificate.context
+        self._server = GuardedServer(settings, limits, tls)
         self._serving = asyncio.create_task(self._server.serve_from(source))
         while not self._server.started and not self._serving.done():
             await asyncio.sleep(0.005)
@@ -342,9 +344,10 @@ async def _first(*waits: Coroutine[Any, Any, object]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def url_of(host: str, port: int) -> str:
+def url_of(host: str, port: int, *, is_encrypted: bool = False) -> str:
     """The URL of a server at this IP address."""
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    scheme = "https" if is_encrypted else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def bind(host: str, port: int) -> socket.socket:

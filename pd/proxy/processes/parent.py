@@ -98,7 +98,7 @@ class ProxyProcesses:
             create_trace(Path(config.trace_requests))
         listener = bind(config.host, config.port)
         self._address: tuple[str, int] = listener.getsockname()[:2]
-        self.url = url_of(*self._address)
+        self.url = url_of(*self._address, is_encrypted=config.tls_cert is not None)
         self._acceptor = PortAcceptor(listener, self._serving, self._ledger)
         self._keepers = [asyncio.create_task(self._keep(n)) for n in range(config.workers)]
         while len(self._serving()) < config.workers:
