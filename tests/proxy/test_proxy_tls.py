@@ -1,0 +1,516 @@
+"""A proxy with ``--tls-cert`` and ``--tls-key`` serves HTTPS only, within the limits that hold for
+HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import shutil
+import socket
+import ssl
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import openai
+import pytest
+from certificates import RSA, Authority, CertificateFiles
+from fake_node import EOS, wait_until
+from proxy_cluster import read_events
+from proxy_tokenizers import byte_level
+
+from pd import cli
+from pd.core.connections import ConnectionLimits
+from pd.core.messages import Finish
+from pd.core.tls import Handshakes
+from pd.proxy.certificate import ServerCertificate
+from pd.proxy.config import ProxyConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from proxy_cluster import Cluster
+
+    from pd.proxy.server import ProxyThread
+
+TEXT = "hello world 😀"
+HELLO: Any = [{"role": "user", "content": "hello"}]
+HALF_A_HEAD = b"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+STREAM = {"input_ids": [5, 6], "stream": True, "incremental": True}
+APPLICATION_DATA = 23
+
+
+def speak(prompt: list[int], index: int) -> list[int]:
+    return [*byte_level().encode(TEXT).ids, EOS]
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture(scope="module")
+def files(authority: Authority) -> CertificateFiles:
+    return authority.issue("localhost")
+
+
+@pytest.fixture
+def serve(
+    cluster: Cluster, files: CertificateFiles, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., ProxyThread]:
+    """Starts a proxy with limits on its connections."""
+
+    def start(**limits: Any) -> ProxyThread:
+        monkeypatch.setattr("pd.proxy.server.LIMITS", replace(ConnectionLimits(), **limits))
+        return cluster.proxy(text=False, **files.flags)
+
+    return start
+
+
+class RawClient:
+    """Sockets to one proxy; they end with the test."""
+
+    def __init__(self, stack: contextlib.ExitStack, trusting: ssl.SSLContext) -> None:
+        self._stack = stack
+        self._trusting = trusting
+
+    def open(self, proxy: ProxyThread, data: bytes = b"", receive_buffer: int = 0) -> socket.socket:
+        """A connection without TLS."""
+        url = httpx.URL(proxy.url)
+        sock = self._stack.enter_context(socket.socket())
+        if receive_buffer:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        sock.settimeout(10)
+        sock.connect((url.host, url.port))
+        sock.sendall(data)
+        return sock
+
+    def shake_hands(
+        self, proxy: ProxyThread, data: bytes = b"", receive_buffer: int = 0
+    ) -> ssl.SSLSocket:
+        """A connection with TLS."""
+        plain = self.open(proxy, b"", receive_buffer)
+        sock = self._trusting.wrap_socket(plain, server_hostname="localhost")
+        self._stack.enter_context(sock)
+        sock.sendall(data)
+        return sock
+
+    def hello(self) -> bytes:
+        """What a client sends first."""
+        sent = ssl.MemoryBIO()
+        with contextlib.suppress(ssl.SSLWantReadError):
+            self._trusting.wrap_bio(
+                ssl.MemoryBIO(), sent, server_hostname="localhost"
+            ).do_handshake()
+        return sent.read()
+
+
+@pytest.fixture
+def raw(authority: Authority) -> Iterator[RawClient]:
+    with contextlib.ExitStack() as stack:
+        yield RawClient(stack, authority.trusting())
+
+
+def post(body: dict[str, Any], path: str = "/generate") -> bytes:
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
+
+
+def read_all(sock: socket.socket) -> bytes:
+    """Until the other end closes."""
+    data = bytearray()
+    with contextlib.suppress(ConnectionError, ssl.SSLEOFError):
+        while part := sock.recv(1 << 20):
+            data += part
+    return bytes(data)
+
+
+@contextlib.contextmanager
+def nothing_goes_wrong(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """No traceback, and nothing that an operator would have to look at."""
+    caplog.clear()
+    yield
+    time.sleep(0.05)
+    assert [r for r in caplog.records if r.exc_info or r.levelno >= logging.ERROR] == []
+
+
+def test_chats_and_streams(cluster: Cluster, authority: Authority, files: CertificateFiles) -> None:
+    cluster.pair(speak)
+    proxy = cluster.proxy(**files.flags)
+    assert proxy.url.startswith("https://127.0.0.1:")
+    with httpx.Client(verify=authority.trusting()) as http:
+        client = openai.OpenAI(
+            base_url=f"{proxy.url}/v1", api_key="-", max_retries=0, http_client=http
+        )
+        answer = client.chat.completions.create(model="fake", messages=HELLO)
+        assert answer.choices[0].message.content == TEXT
+        stream = client.chat.completions.create(model="fake", messages=HELLO, stream=True)
+        assert "".join(c.choices[0].delta.content or "" for c in stream) == TEXT
+        # A body of many records, which is more than the connection is read ahead.
+        long = client.completions.create(model="fake", prompt="x", user="u" * (1 << 20))
+        assert long.choices[0].text == TEXT
+        # A page of the proxy's own is one of https.
+        own = {"Origin": proxy.url}
+        assert http.get(f"{proxy.url}/v1/models", headers=own).status_code == 200
+        foreign = {"Origin": proxy.url.replace("https", "http")}
+        assert http.get(f"{proxy.url}/v1/models", headers=foreign).status_code == 403
+
+
+@pytest.mark.one_process("starts several processes by itself")
+def test_several_processes_serve_and_shut_strangers_out(
+    cluster: Cluster, authority: Authority, files: CertificateFiles, raw: RawClient
+) -> None:
+    cluster.pair(speak)
+    proxy = cluster.proxy(workers=2, **files.flags)
+    for _ in range(4):
+        with httpx.Client(verify=authority.trusting()) as client:
+            body = {"model": "fake", "messages": HELLO, "stream": True}
+            with client.stream("POST", f"{proxy.url}/v1/chat/completions", json=body) as response:
+                *events, last = read_events(response)
+        assert last == "DONE"
+        texts = [e["choices"][0]["delta"].get("content") or "" for e in events if e["choices"]]
+        assert "".join(texts) == TEXT
+        assert b"HTTP" not in read_all(raw.open(proxy, HEALTH))
+
+
+def test_events_leave_at_once_each_in_a_record(
+    cluster: Cluster, serve: Callable[..., ProxyThread], raw: RawClient
+) -> None:
+    node = cluster.node("unified", auto=False)
+    proxy = serve()
+    plain = raw.open(proxy)
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = raw._trusting.wrap_bio(incoming, outgoing, server_hostname="localhost")
+    records: list[int] = []
+
+    def receive() -> None:
+        """One record."""
+        head = b""
+        while len(head) < 5:
+            head += plain.recv(5 - len(head))
+        body = b""
+        while len(body) < int.from_bytes(head[3:]):
+            body += plain.recv(int.from_bytes(head[3:]) - len(body))
+        records.append(head[0])
+        incoming.write(head + body)
+
+    while True:
+        with contextlib.suppress(ssl.SSLWantReadError):
+            tls.do_handshake()
+            break
+        plain.sendall(outgoing.read())
+        receive()
+    tls.write(post(STREAM))
+    plain.sendall(outgoing.read())
+    request = node.wait_generate()
+    data = b""
+
+    def read_until(end: bytes) -> None:
+        nonlocal data
+        while end not in data:
+            with contextlib.suppress(ssl.SSLWantReadError):
+                data += tls.read(1 << 16)
+                continue
+            receive()
+
+    node.say(request, [7])
+    read_until(b'"output_ids":[7]')
+    for number in range(8, 20):
+        records.clear()
+        node.say(request, [number], position=number - 7)
+        read_until(b'"output_ids":[%d]' % number)
+        assert records == [APPLICATION_DATA]
+    node.say(request, [20], position=13, finish=Finish("length"))
+    read_until(b"[DONE]")
+
+
+@pytest.mark.parametrize("says_so", [True, False], ids=["close_notify", "reset"])
+def test_a_client_that_is_gone_aborts_its_request(
+    cluster: Cluster, serve: Callable[..., ProxyThread], raw: RawClient, says_so: bool
+) -> None:
+    node = cluster.node("unified", auto=False)
+    sock = raw.shake_hands(serve(), post(STREAM))
+    request = node.wait_generate()
+    node.say(request, [7])
+    assert sock.recv(1 << 16)
+    if says_so:
+        sock.settimeout(0.2)
+        with contextlib.suppress(OSError):
+            sock.unwrap()
+    else:
+        sock.close()
+    node.wait_abort(request.room)
+
+
+def test_strangers_who_never_finish_handshakes_keep_nobody_out(
+    cluster: Cluster, serve: Callable[..., ProxyThread], raw: RawClient, authority: Authority
+) -> None:
+    node = cluster.node("unified", auto=False)
+    proxy = serve(connections=8, reserved=2)
+    stream = raw.shake_hands(proxy, post(STREAM))
+    request = node.wait_generate()
+    hello = raw.hello()
+    silent = [raw.open(proxy) for _ in range(20)]
+    half = [raw.open(proxy, hello[:100]) for _ in range(20)]
+    whole = [raw.open(proxy, hello) for _ in range(20)]
+    with httpx.Client(verify=authority.trusting()) as client:
+        assert client.get(f"{proxy.url}/health").status_code == 200
+    assert read_all(silent[0]) == read_all(half[0]) == b""
+    read_all(whole[0])
+    node.say(request, [7], finish=Finish("length"))
+    data = b""
+    while b"[DONE]" not in data:
+        part = stream.recv(1 << 16)
+        assert part, data
+        data += part
+
+
+def test_handshakes_share_the_deadline_of_heads(
+    serve: Callable[..., ProxyThread], raw: RawClient
+) -> None:
+    proxy = serve(head_seconds=0.3, body_seconds=0.3)
+    hello = raw.hello()
+    began = time.monotonic()
+    waiting = [raw.open(proxy), raw.open(proxy, hello[:100]), raw.open(proxy, hello)]
+    late = [raw.shake_hands(proxy), raw.shake_hands(proxy, HALF_A_HEAD)]
+    body = raw.shake_hands(proxy, post(STREAM)[:-5])
+    for sock in waiting:
+        read_all(sock)
+    assert read_all(late[0]) == b""
+    for sock in (late[1], body):
+        assert read_all(sock).startswith(b"HTTP/1.1 408 ")
+    assert time.monotonic() - began < 5
+
+
+def test_who_has_a_request_is_answered_when_there_are_too_many(
+    cluster: Cluster, serve: Callable[..., ProxyThread], raw: RawClient
+) -> None:
+    cluster.node("unified", auto=False)
+    proxy = serve(connections=2, reserved=1)
+    for _ in range(2):
+        raw.shake_hands(proxy, post(STREAM)[:-5])
+    time.sleep(0.2)
+    more = raw.shake_hands(proxy, post(STREAM)[:-5])
+    answer = more.recv(1 << 16)
+    if b"503" in answer:  # of two processes, another one may have had room
+        assert b"connection: close" in answer
+
+
+@pytest.mark.one_process("patches what is unread of an answer")
+def test_who_reads_nothing_is_cut_off(
+    cluster: Cluster,
+    serve: Callable[..., ProxyThread],
+    raw: RawClient,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pd.proxy.job.MAX_UNREAD_BYTES", 64 << 10)
+    monkeypatch.setattr("pd.proxy.job.MAX_UNREAD_TOKENS", 2000)
+    huge = {"context_length": 1 << 20, "pages": {"total": 1 << 20}}
+    node = cluster.node("unified", auto=False, **huge)
+    proxy = serve()
+    asked = STREAM | {"sampling_params": {"max_new_tokens": 900_000}}
+    sock = raw.shake_hands(proxy, post(asked), receive_buffer=4096)
+    request = node.wait_generate()
+    assert proxy.proxy is not None
+    (listener,) = proxy.proxy._server.listeners  # type: ignore[attr-defined]
+    (connection,) = listener._open
+    most = position = 0
+    while not node.aborts and position < 800_000:
+        node.say(request, [40] * 500, position=position)
+        position += 500
+        most = max(most, connection.unread_bytes)
+        time.sleep(0.001)
+    node.wait_abort(request.room)
+    # What waits in the process is counted, and is little.
+    assert 64 << 10 < most < 1 << 20
+    wait_until(lambda: not listener._open)
+    assert b"[DONE]" not in read_all(sock)
+
+
+def test_who_does_not_read_a_whole_answer_is_cut_off(
+    cluster: Cluster, serve: Callable[..., ProxyThread], raw: RawClient
+) -> None:
+    """An answer that is written in one piece, too, counts as unread until the client has it."""
+    node = cluster.node("unified", auto=False, context_length=1 << 20, pages={"total": 1 << 20})
+    proxy = serve(read_seconds=0.3)
+    asked = STREAM | {"stream": False, "sampling_params": {"max_new_tokens": 900_000}}
+    sock = raw.shake_hands(proxy, post(asked), receive_buffer=4096)
+    request = node.wait_generate()
+    tokens = 800_000
+    for position in range(0, tokens, 100_000):
+        finish = Finish("length") if position + 100_000 == tokens else None
+        node.say(request, [40] * 100_000, position=position, finish=finish)
+    assert sock.recv(1)
+    time.sleep(1.5)
+    assert 2 * tokens > len(read_all(sock))
+
+
+def test_plain_http_ends_in_a_closed_connection(
+    serve: Callable[..., ProxyThread], raw: RawClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    proxy = serve()
+    caplog.set_level(logging.WARNING)
+    with nothing_goes_wrong(caplog):
+        for data in (
+            HEALTH,
+            b"\0" * 1000,
+            os.urandom(1000),
+            b"\x16\x03\x01\xff\xff" + b"a" * 70000,
+        ):
+            sock = raw.open(proxy)
+            with contextlib.suppress(ConnectionError):
+                sock.sendall(data)
+                sock.shutdown(socket.SHUT_WR)
+            assert b"HTTP" not in read_all(sock)
+        # Rubbish behind a handshake, and an end in the middle of a record.
+        for data in (b"no record at all", b"\x17\x03\x03\x40\x00" + bytes(100)):
+            plain = socket.socket(fileno=raw.shake_hands(proxy, HALF_A_HEAD).detach())
+            plain.settimeout(10)
+            plain.sendall(data)
+            plain.shutdown(socket.SHUT_WR)
+            assert b"HTTP" not in read_all(plain)
+            plain.close()
+
+
+def test_old_versions_of_tls_are_refused(
+    serve: Callable[..., ProxyThread], authority: Authority, raw: RawClient
+) -> None:
+    proxy = serve()
+    old = authority.trusting()
+    old.set_ciphers("DEFAULT:@SECLEVEL=0")
+    with pytest.warns(DeprecationWarning):
+        old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_1
+    with pytest.raises(ssl.SSLError):
+        old.wrap_socket(raw.open(proxy), server_hostname="localhost")
+    old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_2
+    with old.wrap_socket(raw.open(proxy), server_hostname="localhost") as sock:
+        sock.sendall(HEALTH)
+        assert sock.recv(1 << 16).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.one_process("the files are looked at by each process in its time")
+def test_a_certificate_that_changes_is_taken_without_a_restart(
+    cluster: Cluster,
+    authority: Authority,
+    raw: RawClient,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("pd.proxy.certificate.LOOK_SECONDS", 0.0)
+    first, second = authority.issue("first"), authority.issue("second")
+    cert, key = str(tmp_path / "cert"), str(tmp_path / "key")
+    shutil.copy(first.cert, cert)
+    shutil.copy(first.key, key)
+    proxy = cluster.proxy(text=False, tls_cert=cert, tls_key=key)
+
+    def name(sock: ssl.SSLSocket) -> str:
+        found: Any = sock.getpeercert()
+        return str(found["subject"][0][0][1])
+
+    before = raw.shake_hands(proxy)
+    assert name(before) == "first"
+    # One file is replaced before the other.
+    shutil.copy(second.cert, cert)
+    assert name(raw.shake_hands(proxy)) == "first"
+    assert "is not the key of the certificate" in caplog.text
+    os.remove(key)
+    assert name(raw.shake_hands(proxy)) == "first"
+    shutil.copy(second.key, key)
+    assert name(raw.shake_hands(proxy)) == "second"
+    before.sendall(HEALTH)
+    assert before.recv(1 << 16).startswith(b"HTTP/1.1 200")
+
+
+def test_many_handshakes_leave_the_loop_time_for_others(files: CertificateFiles) -> None:
+    async def main() -> int:
+        handshakes = Handshakes(ServerCertificate(*files).context)
+        done = turns = 0
+
+        def step() -> None:
+            nonlocal done
+            done += 1
+            time.sleep(0.002)
+
+        for _ in range(50):
+            handshakes.add(step)
+        while done < 50:
+            turns += 1
+            await asyncio.sleep(0)
+        return turns
+
+    assert asyncio.run(main()) > 10
+
+
+WRONG = {
+    "no key": ("{good.cert}", None, "--tls-cert needs --tls-key FILE"),
+    "no certificate": (None, "{good.key}", "--tls-key needs --tls-cert FILE"),
+    "a certificate that is not there": ("/no", "{good.key}", "read --tls-cert /no: No such file"),
+    "a key that is not there": ("{good.cert}", "/no", "read --tls-key /no: No such file"),
+    "a directory": ("{good.cert}", "/", "cannot read --tls-key /: Is a directory"),
+    "a key as certificate": ("{good.key}", "{good.key}", "--tls-cert {good.key} is not a cert"),
+    "a certificate as key": (
+        "{good.cert}",
+        "{good.cert}",
+        "--tls-key {good.cert} is not a private",
+    ),
+    "another's key": ("{good.cert}", "{other.key}", "--tls-key {other.key} is not the key of the"),
+    "a key of another kind": ("{good.cert}", "{rsa}", "--tls-key {rsa} is not the key of the cert"),
+    "an encrypted key": ("{good.cert}", "{encrypted}", "--tls-key {encrypted} is encrypted"),
+}
+
+
+@pytest.fixture(scope="module")
+def wrong(authority: Authority, files: CertificateFiles) -> dict[str, Any]:
+    return {
+        "good": files,
+        "other": authority.issue("other"),
+        "encrypted": authority.key("encrypted", "-aes256", "-pass", "pass:secret"),
+        "rsa": authority.key("rsa", kind=RSA),
+    }
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_files_are_named_in_one_line(
+    case: str,
+    wrong: dict[str, Any],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cert, key, message = WRONG[case]
+    monkeypatch.setattr(sys, "stdin", None)  # nobody is asked
+    command = ["proxy", "--port", "0"]
+    command += [f"--tls-cert={cert.format(**wrong)}"] if cert else []
+    command += [f"--tls-key={key.format(**wrong)}"] if key else []
+    assert cli.launch(command) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert message.format(**wrong) in err
+    # Nothing of a key is shown.
+    assert not any(line in err for line in Path(wrong["good"].key).read_text().splitlines())
+
+
+def test_what_clients_would_not_accept_is_warned_of(authority: Authority) -> None:
+    from pd.commands.proxy import advice
+
+    def said(files: CertificateFiles) -> str:
+        config = ProxyConfig(unified=["http://127.0.0.1:1"], **files.flags)
+        return "\n".join(line for line in advice(config) if "tls" in line)
+
+    files = authority.issue("expired", -1)
+    assert said(files) == (
+        f"clients refuse the certificate in --tls-cert {files.cert}: certificate has expired"
+    )
+    files = authority.issue("open")
+    assert said(files) == ""
+    os.chmod(files.key, 0o644)
+    assert said(files) == f"every user of this host can read --tls-key {files.key}: chmod 600 it"
