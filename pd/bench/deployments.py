@@ -205,7 +205,8 @@ def _client(spec: ClusterSpec, running: Deployment, args: argparse.Namespace) ->
         for name in spec.load
         for number in range(args.processes)
     ]
-    fetch = _fetch_from(running.hosts[spec.load[0]])
+    first = spec.load[0]
+    fetch = _fetch_from(running.hosts[first], spec.environment_of(first).get("SSL_CERT_FILE", ""))
     return LoadClient(tuple(places), fetch, running.check)
 
 
@@ -221,8 +222,12 @@ def _place(spec: ClusterSpec, running: Deployment, name: str, number: int) -> Lo
     )
 
 
-def _fetch_from(host: Host) -> Fetch:
-    """Requests of the harness itself from a host of a deployment, see :class:`Fetch`."""
+def _fetch_from(host: Host, authorities: str) -> Fetch:
+    """Requests of the harness itself from a host of a deployment, see :class:`Fetch`.
+
+    ``authorities`` is the file of certificates that load processes of the host trust; empty for the
+    host's own.
+    """
 
     def fetch(
         url: str,
@@ -231,7 +236,7 @@ def _fetch_from(host: Host) -> Fetch:
         body: bytes | None = None,
         timeout: float = 30.0,
     ) -> tuple[int, str]:
-        answer = host.fetch(url, timeout, dict(headers or {}), body)
+        answer = host.fetch(url, timeout, dict(headers or {}), body, authorities)
         return answer.status, answer.body.decode(errors="replace")
 
     return fetch

@@ -114,7 +114,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = EXAMPLES
     add = parser.add_argument
-    add("--url", "--base-url", help="the proxy or another server, http://HOST:PORT")
+    add(
+        "--url",
+        "--base-url",
+        help="the proxy or another server, http://HOST:PORT or https://HOST:PORT; for certificates "
+        "of a private authority set SSL_CERT_FILE to the authority's",
+    )
     add("--unloaded", metavar="N,…", help="lengths of prompts that are sent one at a time")
     add("--outputs", type=int, default=16, metavar="N", help="tokens of their answers")
     add("--repeats", type=int, default=7, metavar="N", help="prompts of each length")

@@ -15,6 +15,7 @@ import httpx
 
 from pd.bench.load import reception as load
 from pd.bench.load.stream import parse_events, parse_http
+from pd.bench.load.target import tls_context
 from pd.core.errors import SetupError, UsageError
 
 _ENDPOINT = "/v1/completions"
@@ -94,9 +95,10 @@ class Server:
 
     def __init__(self, url: str, model: str | None, api_key: str | None = None) -> None:
         parts = urlsplit(url if "://" in url else f"http://{url}")
-        if parts.scheme != "http" or not parts.hostname or not parts.port:
-            raise UsageError(f"--url is http://HOST:PORT, not {url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname or not parts.port:
+            raise UsageError(f"--url is http://HOST:PORT or https://HOST:PORT, not {url}")
         self.host, self.port = parts.hostname, parts.port
+        self._scheme = parts.scheme
         self._model = model
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
@@ -106,7 +108,7 @@ class Server:
         where = f"{self.host}:{self.port}"
         try:
             models = httpx.get(
-                f"http://{where}/v1/models", headers=self._headers, timeout=10
+                f"{self._scheme}://{where}/v1/models", headers=self._headers, timeout=10
             ).json()["data"]
             served = [model for model in models if self._model in (None, model["id"])]
             return int(served[0]["max_model_len"])
@@ -153,8 +155,11 @@ class Server:
     async def start(self, request: bytes) -> CompletionReception:
         """Connect, then send. Raises SetupError if no server answers."""
         loop = asyncio.get_running_loop()
+        tls = tls_context() if self._scheme == "https" else None
         try:
-            _, reception = await loop.create_connection(CompletionReception, self.host, self.port)
+            _, reception = await loop.create_connection(
+                CompletionReception, self.host, self.port, ssl=tls
+            )
         except OSError as error:
             raise SetupError(f"cannot reach {self.host}:{self.port}: {error}") from error
         reception.send(request)

@@ -11,6 +11,7 @@ import http.client
 import os
 import selectors
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -304,7 +305,10 @@ def _wait_ended(processes: list[AgentProcess], seconds: float) -> None:
 def fetch(request: protocol.FetchUrl) -> protocol.Fetched:
     """Ask a server that this host reaches. Raises OSError or SetupError if there is no answer."""
     # No proxy from the environment: it has no business between processes of a deployment.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+    if request.url.startswith("https:"):
+        handlers.append(urllib.request.HTTPSHandler(context=_tls_context(request)))
+    opener = urllib.request.build_opener(*handlers)
     headers = {"Content-Type": "application/json"} if request.body is not None else {}
     asked = urllib.request.Request(request.url, request.body, headers | request.headers)
     try:
@@ -316,6 +320,17 @@ def fetch(request: protocol.FetchUrl) -> protocol.Fetched:
         raise SetupError(f"cannot reach {request.url}: {error.reason}") from error
     except http.client.HTTPException as error:
         raise SetupError(f"{request.url} does not speak HTTP: {error!r}") from error
+
+
+def _tls_context(request: protocol.FetchUrl) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if not request.verify:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    elif request.authorities:
+        context.load_verify_locations(request.authorities)
+    else:
+        context.load_default_certs()
+    return context
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

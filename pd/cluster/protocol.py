@@ -82,12 +82,19 @@ class Read(AgentRequest):
 
 
 class FetchUrl(AgentRequest, tag="fetch"):
-    """HTTP request from the host itself: a GET, or with a ``body`` of JSON a POST."""
+    """HTTP request from the host itself: a GET, or with a ``body`` of JSON a POST.
+
+    Attributes:
+        verify: an https server needs a certificate that the host trusts.
+        authorities: file of the host with what it trusts; empty for its own authorities.
+    """
 
     url: str
     timeout: float = 5.0
     headers: dict[str, str] = {}
     body: bytes | None = None
+    verify: bool = True
+    authorities: str = ""
 
 
 class Ping(AgentRequest):

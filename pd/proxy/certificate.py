@@ -99,7 +99,7 @@ def load_certificate(cert: str, key: str) -> LoadedCertificate:
 
     Raises UsageError for files that cannot be used.
     """
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_RENEGOTIATION
     context.set_alpn_protocols(["http/1.1"])
@@ -146,7 +146,7 @@ def _refuse_passphrase() -> str:
 
 def _complaint(cert: str, key: str, reason: str) -> str:
     """The error about a certificate that could be read and its key. ``reason`` is OpenSSL's."""
-    if reason.endswith("_MISMATCH"):
+    if reason.endswith("_MISMATCH") or reason == "NO_CERTIFICATE_ASSIGNED":  # another kind of key
         return f"--tls-key {key} is not the key of the certificate in --tls-cert {cert}"
     if reason.endswith(("_TOO_SMALL", "_TOO_WEAK")):
         return f"--tls-cert {cert} is refused: {reason.replace('_', ' ').lower()}"

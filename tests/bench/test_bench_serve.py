@@ -146,7 +146,7 @@ def test_a_refused_prompt_is_an_error_in_one_line(served, capsys) -> None:
         (["--unloaded", "12,x"], "--unloaded is lengths of prompts"),
         (["--load", "streams=0"], "--load is streams=N, in=N, out=N, long=N"),
         (["--load", "strands=3"], "not strands=3"),
-        (["--unloaded", "8", "--url", "127.0.0.1"], "--url is http://HOST:PORT"),
+        (["--unloaded", "8", "--url", "127.0.0.1"], "--url is http://HOST:PORT or https"),
         (["--unloaded", "8"], "cannot reach 127.0.0.1:9"),
     ],
 )

@@ -74,12 +74,13 @@ class EndpointAddress:
             await connect_stamped(self.host, self.port, reception)
             return reception
         loop = asyncio.get_running_loop()
-        context = _tls_context()
+        context = tls_context()
         _, reception = await loop.create_connection(Reception, self.host, self.port, ssl=context)
         return reception
 
 
 @functools.cache
-def _tls_context() -> ssl.SSLContext:
+def tls_context() -> ssl.SSLContext:
+    """A context that trusts the authorities of this machine, or of the file ``SSL_CERT_FILE``."""
     # NOTE: made once: it reads every certificate of the machine.
     return ssl.create_default_context()
