@@ -1,9 +1,9 @@
 #!/bin/sh
-# Debian's packages for the tests: mooncake loads the first two, hosts need ip(8) and ssh(1). With
-# the argument "full", which make test-all gives, also a browser, and an ssh server, which tests start
-# in network namespaces of their own only.
+# Debian's packages for the tests: mooncake loads the first two, hosts need ip(8) and ssh(1), and
+# openssl(1) makes certificates. With the argument "full", which make test-all gives, also a browser,
+# and an ssh server, which tests start in network namespaces of their own only.
 set -u
-wanted="libibverbs1 librdmacm1 iproute2 openssh-client"
+wanted="libibverbs1 librdmacm1 iproute2 openssh-client openssl"
 [ "${1:-}" = full ] && wanted="$wanted openssh-server chromium"
 missing=""
 for package in $wanted; do

@@ -113,6 +113,8 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         else:
             self._is_established = True
         self._flush()
+        if self.is_closing():  # the client was gone when that was written
+            return
         self._plain.resume_reading()
         if self._is_established:
             self._receive()

@@ -11,6 +11,7 @@ import os
 import shutil
 import socket
 import ssl
+import struct
 import sys
 import time
 from dataclasses import replace
@@ -173,7 +174,7 @@ def test_chats_and_streams(cluster: Cluster, authority: Authority, files: Certif
         assert http.get(f"{proxy.url}/v1/models", headers=foreign).status_code == 403
 
 
-@pytest.mark.one_process("starts several processes by itself")
+@pytest.mark.one_process("starts a proxy by its command")
 def test_pd_launch_serves_https_with_several_processes(
     cluster: Cluster,
     authority: Authority,
@@ -315,7 +316,7 @@ def test_handshakes_share_the_deadline_of_heads(
     assert time.monotonic() - began < 5
 
 
-@pytest.mark.one_process("each process has its share of the connections")
+@pytest.mark.one_process("reads the server's connections")
 @pytest.mark.parametrize("reserved", [0, 1])
 def test_when_all_connections_have_requests_others_are_refused(
     cluster: Cluster, serve: Callable[..., ProxyThread], raw: RawClient, reserved: int
@@ -336,7 +337,7 @@ def test_when_all_connections_have_requests_others_are_refused(
         assert read_all(raw.open(proxy, raw.hello())) == b""
 
 
-@pytest.mark.one_process("patches what is unread of an answer")
+@pytest.mark.one_process("reads the server's connections")
 def test_who_reads_nothing_is_cut_off(
     cluster: Cluster,
     serve: Callable[..., ProxyThread],
@@ -402,6 +403,11 @@ def test_plain_http_ends_in_a_closed_connection(
                 sock.sendall(data)
                 sock.shutdown(socket.SHUT_WR)
             assert b"HTTP" not in read_all(sock)
+        # Clients that are gone when they are answered.
+        for _ in range(20):
+            sock = raw.open(proxy, raw.hello())
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            sock.close()
         # Rubbish behind a handshake, and an end in the middle of a record.
         for data in (b"no record at all", b"\x17\x03\x03\x40\x00" + bytes(100)):
             plain = socket.socket(fileno=raw.shake_hands(proxy, HALF_A_HEAD).detach())
@@ -428,7 +434,7 @@ def test_old_versions_of_tls_are_refused(
         assert sock.recv(1 << 16).startswith(b"HTTP/1.1 200")
 
 
-@pytest.mark.one_process("the files are looked at by each process in its time")
+@pytest.mark.one_process("each process looks at files in its own time")
 def test_a_certificate_that_changes_is_taken_without_a_restart(
     cluster: Cluster,
     authority: Authority,

@@ -18,6 +18,7 @@ from again import run_again
         ("proxy/test_slow_readers.py", 1),
         ("proxy/test_proxy_loop.py", 1),
         ("proxy/test_proxy_lifecycle.py", 1),
+        ("proxy/test_proxy_tls.py", 1),
         ("proxy/test_proxy_bodies.py", 1),
         ("proxy/test_proxy_heartbeats.py", 1),
         ("proxy/test_proxy_failover.py", 1),
