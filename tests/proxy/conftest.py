@@ -12,6 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from certificates import Authority, CertificateFiles
 from proxy_cluster import Cluster
 from proxy_tokenizers import byte_level
 
@@ -38,3 +39,15 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 def cluster(model_dir: str) -> Iterator[Cluster]:
     with ExitStack() as stack:
         yield Cluster(stack, model_dir)
+
+
+@pytest.fixture(scope="session")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """A private authority."""
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture(scope="session")
+def files(authority: Authority) -> CertificateFiles:
+    """A certificate for this host."""
+    return authority.issue("localhost")

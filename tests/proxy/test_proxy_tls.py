@@ -12,7 +12,6 @@ import shutil
 import socket
 import ssl
 import struct
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -21,13 +20,11 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import openai
 import pytest
-from certificates import RSA, Authority, CertificateFiles
 from fake_node import EOS, wait_until
 from processes import Process
 from proxy_cluster import read_events
 from proxy_tokenizers import byte_level
 
-from pd import cli
 from pd.bench.load.target import EndpointAddress, tls_context
 from pd.bench.serve_client import Server
 from pd.cluster.agent import fetch
@@ -38,11 +35,11 @@ from pd.core.errors import SetupError
 from pd.core.messages import Finish
 from pd.core.tls import Handshakes
 from pd.proxy.certificate import ServerCertificate
-from pd.proxy.config import ProxyConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from certificates import Authority, CertificateFiles
     from proxy_cluster import Cluster
 
     from pd.proxy.server import ProxyThread
@@ -59,16 +56,6 @@ APPLICATION_DATA = 23
 
 def speak(prompt: list[int], index: int) -> list[int]:
     return [*byte_level().encode(TEXT).ids, EOS]
-
-
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("authority"))
-
-
-@pytest.fixture(scope="module")
-def files(authority: Authority) -> CertificateFiles:
-    return authority.issue("localhost")
 
 
 @pytest.fixture
@@ -486,72 +473,6 @@ def test_many_handshakes_leave_the_loop_time_for_others(files: CertificateFiles)
         return turns
 
     assert asyncio.run(main()) > 10
-
-
-WRONG = {
-    "no key": ("{good.cert}", None, "--tls-cert needs --tls-key FILE"),
-    "no certificate": (None, "{good.key}", "--tls-key needs --tls-cert FILE"),
-    "a certificate that is not there": ("/no", "{good.key}", "read --tls-cert /no: No such file"),
-    "a key that is not there": ("{good.cert}", "/no", "read --tls-key /no: No such file"),
-    "a directory": ("{good.cert}", "/", "cannot read --tls-key /: Is a directory"),
-    "a key as certificate": ("{good.key}", "{good.key}", "--tls-cert {good.key} is not a cert"),
-    "a certificate as key": (
-        "{good.cert}",
-        "{good.cert}",
-        "--tls-key {good.cert} is not a private",
-    ),
-    "another's key": ("{good.cert}", "{other.key}", "--tls-key {other.key} is not the key of the"),
-    "a key of another kind": ("{good.cert}", "{rsa}", "--tls-key {rsa} is not the key of the cert"),
-    "an encrypted key": ("{good.cert}", "{encrypted}", "--tls-key {encrypted} is encrypted"),
-}
-
-
-@pytest.fixture(scope="module")
-def wrong(authority: Authority, files: CertificateFiles) -> dict[str, Any]:
-    return {
-        "good": files,
-        "other": authority.issue("other"),
-        "encrypted": authority.key("encrypted", "-aes256", "-pass", "pass:secret"),
-        "rsa": authority.key("rsa", kind=RSA),
-    }
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_files_are_named_in_one_line(
-    case: str,
-    wrong: dict[str, Any],
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    cert, key, message = WRONG[case]
-    monkeypatch.setattr(sys, "stdin", None)  # nobody is asked
-    command = ["proxy", "--port", "0"]
-    command += [f"--tls-cert={cert.format(**wrong)}"] if cert else []
-    command += [f"--tls-key={key.format(**wrong)}"] if key else []
-    assert cli.launch(command) == 2
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert len(err.splitlines()) == 1
-    assert message.format(**wrong) in err
-    # Nothing of a key is shown.
-    assert not any(line in err for line in Path(wrong["good"].key).read_text().splitlines())
-
-
-def test_what_clients_would_not_accept_is_warned_of(authority: Authority) -> None:
-    from pd.commands.proxy import advice
-
-    def said(files: CertificateFiles) -> str:
-        config = ProxyConfig(unified=["http://127.0.0.1:1"], **files.flags)
-        return "\n".join(line for line in advice(config) if "tls" in line)
-
-    files = authority.issue("expired", -1)
-    assert said(files) == (
-        f"clients refuse the certificate in --tls-cert {files.cert}: certificate has expired"
-    )
-    files = authority.issue("open")
-    assert said(files) == ""
-    os.chmod(files.key, 0o644)
-    assert said(files) == f"every user of this host can read --tls-key {files.key}: chmod 600 it"
 
 
 def test_the_harness_measures_behind_a_certificate_of_a_private_authority(
