@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pd.proxy.breaker import Breaker
     from pd.proxy.generation import Choice, Generation
     from pd.proxy.prediction import Predicted
+    from pd.proxy.routing import SentLoad
     from pd.proxy.suspicion import Death, Request
     from pd.proxy.worker import Worker
 
@@ -91,7 +92,7 @@ class Attempt:
         hand_off: breaker of the pair; None if its nodes are blamed one by one.
         asked: what the nodes are to compute.
         predicted: what the nodes were chosen by; None if the policy chose by roles.
-        streams_sent: streams, and their tokens, by which the generating node's load was counted up.
+        sent_load: load that its nodes have by it; None if that is taken off.
         begun: whether the first node has said that it computes the prompt.
         uncached_tokens: tokens counted in ``first.pending_tokens``; 0 once computed.
         progress: grows with what :attr:`prompt_computed` and :attr:`needs_first` depend on.
@@ -115,7 +116,7 @@ class Attempt:
         "predicted",
         "progress",
         "room",
-        "streams_sent",
+        "sent_load",
         "uncached_tokens",
     )
 
@@ -145,7 +146,7 @@ class Attempt:
             history = history._replace(died_at=self._begins_at)
         self.history = history
         self.predicted: Predicted | None = None
-        self.streams_sent = 0, 0
+        self.sent_load: SentLoad | None = None
         self.begun = False
         self.uncached_tokens = 0
         self.progress = 0

@@ -84,7 +84,7 @@ class Attempts:
             generation.predicted_cached = _usable(route.first, cached, len(asked.token_ids))
         if route.predicted is not None and not attempt.history.losses:
             generation.predicted_ttft = demand.waited + route.predicted.ttft
-        attempt.streams_sent = route.sent(demand)
+        attempt.sent_load = route.sent(demand)
         for worker, reason in route.reasons:
             worker.active[attempt] = None
             worker.breaker.began(attempt)
@@ -201,6 +201,8 @@ class Attempts:
         first = attempt.first
         assert first is not None
         self._uncount(attempt, first)
+        if attempt.sent_load is not None:
+            attempt.sent_load = attempt.sent_load.prompt_over()
         if not attempt.needs_first:
             first.active.pop(attempt, None)
 
@@ -229,10 +231,11 @@ class Attempts:
             self._uncount(attempt, attempt.first)
         if attempt.hand_off is not None:
             attempt.hand_off.ended(attempt)
-        streams, tokens = attempt.streams_sent
-        generating = attempt.decode or attempt.first
-        if streams and generating is not None:
-            generating.load.stream_sent(-streams, -tokens)
+        sent, generating = attempt.sent_load, attempt.decode or attempt.first
+        if sent is not None and generating is not None:
+            sent.prompt_over()
+            generating.load.stream_sent(-sent.streams, -sent.tokens)
+            attempt.sent_load = None
         for worker in attempt.nodes:
             worker.active.pop(attempt, None)
             worker.breaker.ended(attempt)

@@ -60,10 +60,17 @@ class LoadEstimate:
         self._known = self._marks.get(answers, self._known)
         self._marks = {number: sent for number, sent in self._marks.items() if number > answers}
 
-    def prompt_sent(self, seconds: float) -> None:
+    def prompt_sent(self, seconds: float) -> int:
         """A prompt was sent there whose computation is expected to take so long, or (below 0) was
-        asked back."""
+        asked back. Returns the number of the last heartbeat, for :meth:`prompt_over`."""
         self._sent = self._sent._replace(seconds=self._sent.seconds + seconds)
+        return self._beats
+
+    def prompt_over(self, seconds: float, beat: int) -> None:
+        """A prompt that was sent there is computed, or not wanted any more. One that a report has
+        seen is in its time, which passes by itself."""
+        if beat == self._beats:
+            self._sent = self._sent._replace(seconds=self._sent.seconds - seconds)
 
     def stream_sent(self, streams: int, tokens: int) -> None:
         """A request was sent there, or announced, that will be generated there, or (both below 0)

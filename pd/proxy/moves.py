@@ -104,6 +104,8 @@ class Moves:
         if not worker.send(message):
             return
         worker.load.prompt_sent(-present.prefill)
+        if attempt.sent_load is not None:
+            attempt.sent_load = attempt.sent_load._replace(seconds=0.0)
         better.first.load.promised += better.prefill
         move = _Move(attempt, worker, better.first.load, better.prefill)
         self._under_way[attempt.room] = move

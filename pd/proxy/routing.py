@@ -13,6 +13,7 @@ from pd.proxy.policies import RouteChoice
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pd.proxy.load_estimate import LoadEstimate
     from pd.proxy.policies import Policy
     from pd.proxy.prediction import Demand, Predicted, Predictor
     from pd.proxy.worker import Worker
@@ -38,6 +39,27 @@ def _is_ready(first: Worker, second: Worker | None = None) -> bool:
     return first.ready and second.ready and first.hands_off_to(second)
 
 
+class SentLoad(NamedTuple):
+    """Load that was sent to nodes with an attempt, to be taken off when it is over.
+
+    Attributes:
+        prompts: the load of the node that computes the prompt, for which that takes ``seconds``;
+            ``beat``: see :meth:`pd.proxy.load_estimate.LoadEstimate.prompt_over`.
+        tokens: of its ``streams``.
+    """
+
+    prompts: LoadEstimate
+    seconds: float
+    beat: int
+    streams: int
+    tokens: int
+
+    def prompt_over(self) -> SentLoad:
+        """Take the prompt off; returns what is left."""
+        self.prompts.prompt_over(self.seconds, self.beat)
+        return self._replace(seconds=0.0)
+
+
 class Route(NamedTuple):
     """The nodes of one attempt; ``decode`` None where the first does everything.
 
@@ -49,15 +71,16 @@ class Route(NamedTuple):
     reasons: list[tuple[Worker, str]]
     predicted: Predicted | None = None
 
-    def sent(self, demand: Demand) -> tuple[int, int]:
-        """Note at the nodes what they were sent; returns the streams of it and their tokens, which
-        are to be taken off when they end."""
+    def sent(self, demand: Demand) -> SentLoad:
+        """Note at the nodes what they were sent."""
+        seconds, beat, streams, tokens = 0.0, 0, 0, 0
         if self.predicted is not None:
-            self.first.load.prompt_sent(self.predicted.prefill)
-        if demand.output <= 1:
-            return 0, 0
-        (self.decode or self.first).load.stream_sent(demand.streams, demand.tokens)
-        return demand.streams, demand.tokens
+            seconds = self.predicted.prefill
+            beat = self.first.load.prompt_sent(seconds)
+        if demand.output > 1:
+            streams, tokens = demand.streams, demand.tokens
+            (self.decode or self.first).load.stream_sent(streams, tokens)
+        return SentLoad(self.first.load, seconds, beat, streams, tokens)
 
 
 def probe_route(first: Worker, decode: Worker) -> Route:

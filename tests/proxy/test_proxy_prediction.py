@@ -101,9 +101,9 @@ def test_answers_that_ended_since_the_last_report_do_not_count() -> None:
     idle, load = node.load.decoding.streams, node.load
     wanted = demand()
     sent = router([node]).route("m", wanted).sent(wanted)
-    assert load.decoding.streams == idle + 1 and sent == (wanted.streams, wanted.tokens)
+    assert load.decoding.streams == idle + 1
     number = load.beat()
-    load.stream_sent(-sent[0], -sent[1])
+    load.stream_sent(-sent.streams, -sent.tokens)
     assert load.decoding.streams == idle
     load.heard(load.reported, number)
     assert load.decoding.streams == idle - 1, "the heartbeat was sent before it ended"
@@ -111,6 +111,29 @@ def test_answers_that_ended_since_the_last_report_do_not_count() -> None:
     assert load.decoding.streams == idle
     load.stream_sent(-5, -50)
     assert load.decoding == StepShape(), "never below none"
+
+
+def test_a_prompt_that_is_computed_before_the_next_report_leaves_no_queue() -> None:
+    node = worker("unified", "u")
+    load, wanted = node.load, demand()
+    sent = router([node]).route("m", wanted).sent(wanted)
+    assert load.queue_seconds == pytest.approx(sent.seconds) and sent.seconds > 0
+    left = sent.prompt_over()
+    assert load.queue_seconds == 0.0
+    left.prompt_over()
+    assert load.prompt_sent(0.5) == load.last_beat
+    assert load.queue_seconds == pytest.approx(0.5), "nothing is taken off twice"
+
+
+def test_a_prompt_that_a_report_has_seen_passes_with_time() -> None:
+    node = worker("unified", "u")
+    load, wanted = node.load, demand()
+    sent = router([node]).route("m", wanted).sent(wanted)
+    number = load.beat()
+    sent.prompt_over()
+    assert load.queue_seconds == pytest.approx(sent.seconds), "the report may count it"
+    load.heard(load.reported, number)
+    assert load.queue_seconds == 0.0
 
 
 def test_the_history_on_the_decode_node_makes_it_the_faster_one() -> None:
