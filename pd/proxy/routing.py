@@ -304,6 +304,8 @@ class Router:
             first, reason = RouteChoice(preferred, SAME_REQUEST)
         else:
             sound = _without(avoided, firsts)
+            if apart:
+                sound = [w for w in sound if self._is_joined(w, demand, apart)] or sound
             in_role = [worker for worker in sound if worker.role != "decode"]
             first, reason = self.policy.prefill(in_role or sound, prompt)
         reasons = [(first, reason)]
@@ -317,6 +319,15 @@ class Router:
             return Route(first, None, reasons)
         decode, reason = self.policy.decode(in_role or joined or partners, prompt)
         return Route(first, decode, [*reasons, (decode, reason)])
+
+    def _is_joined(
+        self, first: Worker, demand: Demand, apart: frozenset[tuple[Worker, Worker]]
+    ) -> bool:
+        """Whether a node can serve the request alone, or with one from which it is not apart."""
+        partners = self._partners(first, demand.length, demand.output)
+        return self._suffices(first, demand.length, demand.output) or any(
+            (first, worker) not in apart for worker in partners
+        )
 
     def route_alone(
         self, model: str, demand: Demand, avoided: frozenset[Worker] = frozenset()

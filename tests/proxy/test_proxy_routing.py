@@ -191,6 +191,20 @@ class TestRouter:
             decode = router.route("m", Demand(LONG)).decode
             assert decode is not None and decode.instance_id == "d2"
 
+    def test_a_node_that_no_partner_reaches_is_passed_over(self) -> None:
+        cut, whole = worker("prefill", "cut"), worker("prefill", "whole")
+        decoders = [worker("decode", "d1"), worker("decode", "d2")]
+        router = self.router(cut, whole, *decoders)
+        apart = frozenset((cut, decode) for decode in decoders)
+        for _ in range(4):
+            assert router.route("m", Demand(LONG), apart=apart).first is whole
+        one = frozenset({(cut, decoders[0])})
+        pairs = [router.route("m", Demand(LONG), apart=one)[:2] for _ in range(8)]
+        assert {first for first, _ in pairs} == {cut, whole}
+        assert (cut, decoders[0]) not in pairs
+        nowhere = apart | {(whole, decode) for decode in decoders}
+        assert router.route("m", Demand(LONG), apart=nowhere).decode in decoders
+
     def test_unified_nodes_need_no_partner(self) -> None:
         router = self.router(worker("unified", "u"), worker("decode", "d"))
         assert router.ready()
