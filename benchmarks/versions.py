@@ -24,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -86,9 +87,13 @@ def measure_engines(
 ) -> None:
     """Add every round of every version on every device to ``runs``."""
 
+    ended = threading.Event()
+
     def lane(index: int) -> None:
         for turn in range(rounds):
             for name in rotated(versions, turn + index):
+                if ended.is_set():
+                    return
                 rows = run(versions[name], ["engine", *arguments, "--device", devices[index]])
                 found = figures(rows)
                 for figure, value in found.items():
@@ -96,7 +101,10 @@ def measure_engines(
                 print(f"{devices[index]}, round {turn + 1}, {name}: {found}", flush=True)
 
     with ThreadPoolExecutor(len(devices)) as pool:
-        list(pool.map(lane, range(len(devices))))
+        try:
+            list(pool.map(lane, range(len(devices))))
+        finally:
+            ended.set()  # an interrupt comes here; the other lanes need not finish
 
 
 def measure_transfers(

@@ -27,7 +27,8 @@ _BLOCKS = (1 << 17) // 16
 _PREFIX = "pdtest"
 _COUNTER = itertools.count()
 _NAMESPACES = Path("/run/netns")
-# Of the thread that opens it. Linux has it since 6.15.
+# TCP waits no longer before it sends again, in the network namespace of the thread that opens the
+# file. Linux has it since 6.15.
 _LONGEST_PAUSE = Path("/proc/sys/net/ipv4/tcp_rto_max_ms")
 _CLONE_NEWNET = 0x40000000
 # States of TCP connections, as /proc/net/tcp has them, in which nothing has been sent yet.

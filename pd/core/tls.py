@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Of one call; OpenSSL returns no more than a record, which has 16 KiB.
+# One call reads so much: OpenSSL returns no more than a record, which has 16 KiB.
 _READ_BYTES = 16 << 10
-# Of one turn of the event loop; a signature with an RSA key takes about a millisecond.
+# Handshakes take so long of a turn of the event loop; a signature with an RSA key takes about a
+# millisecond.
 _HANDSHAKE_SECONDS = 0.005
 
 

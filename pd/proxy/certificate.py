@@ -105,7 +105,7 @@ def load_certificate(cert: str, key: str) -> LoadedCertificate:
     context.set_alpn_protocols(["http/1.1"])
     text = _read(cert)
     try:
-        # Of a wrong file load_cert_chain does not say which one it is.
+        # load_cert_chain does not say which of the two files is wrong.
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=text)
     except (ssl.SSLError, ValueError):
         raise UsageError(f"--tls-cert {cert} is not a certificate in PEM format") from None

@@ -79,16 +79,13 @@ class RequestTrace:
         output = max(len(choice.output_ids) for choice in generation.choices)
         row = _Ended(generation.created, spec.token_ids, spec.namespace, output)
         with self._lock:
-            is_full = self._tokens + len(spec.token_ids) > _MOST_TOKENS
-        try:
-            if is_full:
-                raise queue.Full
-            self._rows.put_nowait(row)
-        except queue.Full:
+            is_full = self._rows.full() or self._tokens + len(spec.token_ids) > _MOST_TOKENS
+            if not is_full:
+                self._tokens += len(spec.token_ids)
+        if is_full:
             self._seldom.warn("--trace-requests: rows are lost, the disk is slower than requests")
-            return
-        with self._lock:
-            self._tokens += len(spec.token_ids)
+        else:
+            self._rows.put_nowait(row)  # only this thread puts
 
     def close(self, timeout: float = 5.0) -> None:
         """Write what is left, for so many seconds at most."""
