@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import numpy as np
 import pytest
 from fake_node import wait_until
 
 from pd.bench.load.datasets.trace import read_window
 from pd.core.errors import UsageError
+from pd.proxy import request_trace
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -71,6 +75,30 @@ def test_every_request_has_one_row_whichever_process_served_it(
     rows = rows_of(path)
     assert sorted(row["input_length"] for row in rows) == list(range(1, 41))
     assert {row["output_length"] for row in rows} == {3}
+
+
+def test_a_disk_that_stands_still_costs_rows_and_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(request_trace, "_MOST_TOKENS", 10)
+    goes_on, written = threading.Event(), []
+
+    def write(line: bytes) -> int:
+        goes_on.wait(10)
+        written.append(line)
+        return len(line)
+
+    trace = request_trace.RequestTrace(tmp_path / "trace", 0.0)
+    trace._file = SimpleNamespace(write=write, close=lambda: None)  # type: ignore[assignment]
+    spec = SimpleNamespace(token_ids=np.zeros(6, np.int32), namespace="")
+    choices = [SimpleNamespace(output_ids=[1, 2])]
+    ended: Any = SimpleNamespace(spec=spec, created=1.0, choices=choices)
+    for _ in range(100):
+        trace.ended(ended)
+    assert "rows are lost" in caplog.text
+    goes_on.set()
+    trace.close()
+    assert [json.loads(line)["input_length"] for line in written] == [6]
 
 
 @pytest.mark.one_process("no process of the proxy starts")
