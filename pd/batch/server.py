@@ -27,6 +27,9 @@ _CONNECT_SECONDS = 10.0
 _IDLE_SECONDS = 2.0
 _MAX_NAME_CHARACTERS = 256
 
+# Checks a text without making objects of its values.
+_RAW = msgspec.json.Decoder(msgspec.Raw)
+
 
 class BatchAttempt(NamedTuple):
     """The outcome of one attempt. Either ``response`` or ``error`` is None.
@@ -166,8 +169,7 @@ def _failure(code: str, message: str) -> BatchAttempt:
 def _is_object(body: bytes) -> bool:
     try:
         body.decode()
-        # The text is checked without making objects of its values.
-        msgspec.json.decode(body, type=msgspec.Raw)
+        _RAW.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
     return body.lstrip().startswith(b"{")
