@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import two_processes
 from cpu_costs import CpuCosts
+from processes import Process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -110,6 +111,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # tests see both. tests/proxy/test_with_uvloop.py turns it round for some files.
     if os.environ.get("PD_TEST_LOOP") != "uvloop":
         sys.modules["uvloop"] = None  # type: ignore[assignment]
+    Process.forks = True
     if two_processes.PROCESSES > 1:
         config.pluginmanager.register(two_processes)
     if config.option.cpu_costs is not None:

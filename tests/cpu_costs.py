@@ -12,6 +12,7 @@ import resource
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
+import forked_commands
 import pytest
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ PROPERTY = "cpu_seconds"
 def cpu_seconds() -> float:
     """User and system time of this process and of all its children that ended, in seconds."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    own = sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    return own + forked_commands.cpu_seconds()
 
 
 class CpuCosts:

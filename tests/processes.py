@@ -17,11 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
+from forked_commands import ForkedCommand
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 START_TIMEOUT = 60.0
+# A program for :class:`Process`: what pd-launch runs, as users start it.
+LAUNCH = ("-m", "pd.cli")
 # What a client may have to wait for an error after a process died (issue: 5 s), and some noise.
 ERROR_WITHIN = 5.0
 
@@ -48,8 +51,16 @@ class Process:
     """One ``pd-launch`` process on fixed ports, so that it can be started again in its place.
 
     ``prefix`` stands before the interpreter (``ip netns exec NAME``, which becomes the process and
-    so keeps its pid); ``env`` is added to the environment; ``program`` is what Python runs.
+    so keeps its pid); ``env`` is added to the environment; ``program`` is what Python runs instead
+    of pd-launch, a file that does more.
+
+    Attributes:
+        forks: in tests, processes are forked from one that has imported everything
+            (``forked_commands.py``), but for those whose program is :data:`LAUNCH`.
     """
+
+    forks = False
+    child: subprocess.Popen[str] | ForkedCommand
 
     def __init__(
         self,
@@ -57,7 +68,7 @@ class Process:
         log: Path,
         prefix: Sequence[str] = (),
         env: dict[str, str] | None = None,
-        program: Sequence[str] = ("-m", "pd.cli"),
+        program: Sequence[str] = (),
     ) -> None:
         self.command = command
         self.log = log
@@ -69,14 +80,20 @@ class Process:
         """Start without waiting; see :meth:`ready`."""
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | self._env
         self._log = self.log.open("a")
+        self._ready: dict[str, Any] | None = None
+        *before, namespace = self._prefix or [None]
+        can_fork = self._program != LAUNCH and before in ([], ["ip", "netns", "exec"])
+        if self.forks and can_fork:
+            file, log = next(iter(self._program), None), self._log.fileno()
+            self.child = ForkedCommand(file, self.command, env=env, namespace=namespace, log=log)
+            return
         self.child = subprocess.Popen(
-            [*self._prefix, sys.executable, *self._program, *self.command],
+            [*self._prefix, sys.executable, *(self._program or LAUNCH), *self.command],
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
             env=env,
         )
-        self._ready: dict[str, Any] | None = None
 
     def ready(self) -> dict[str, Any]:
         """Wait for the ready line."""
@@ -148,8 +165,8 @@ class Deployment:
         prefill_flags: Sequence[str] = (),
         decode_flags: Sequence[str] = (),
         proxy_flags: Sequence[str] = (),
-        prefill_program: Sequence[str] = ("-m", "pd.cli"),
-        decode_program: Sequence[str] = ("-m", "pd.cli"),
+        prefill_program: Sequence[str] = (),
+        decode_program: Sequence[str] = (),
         env: dict[str, str] | None = None,
         prefill_env: dict[str, str] | None = None,
         decode_env: dict[str, str] | None = None,

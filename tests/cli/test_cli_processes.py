@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import httpx
 import pytest
-from processes import Process, Stream, deployment, wait_until
+from processes import LAUNCH, Process, Stream, deployment, wait_until
 
 from pd.core.starvation import read_run_delays, thread_run_delay
 from pd.embedded import EMBEDDED_MODEL
@@ -31,7 +31,8 @@ END_SECONDS = 0.5
 
 @contextmanager
 def process(tmp_path: Path, *command: object) -> Iterator[Process]:
-    running = Process(*map(str, command), log=tmp_path / f"{command[0]}.log")
+    log = tmp_path / f"{command[0]}.log"
+    running = Process(*map(str, command), log=log, program=LAUNCH)
     try:
         running.ready()
         yield running

@@ -14,7 +14,7 @@ import pytest
 from checkpoints import ARCHITECTURES, VOCAB_SIZE, reference_generate
 from cluster import random_prompts, wait_until
 from greedy_engine import generate
-from processes import Process
+from processes import LAUNCH, Process
 from tiny import tiny_cluster, tiny_model, tiny_node
 
 from pd.core.config import NodeConfig
@@ -183,7 +183,7 @@ def test_workers_end_with_their_node(how: str, tmp_path: Path) -> None:
     """They also heed no Ctrl-C, which a terminal sends to all: rank 0 drains first."""
     command = ["unified", "--model", str(tiny_model()), "--load-format", "dummy", "--port", "0"]
     command += ["--device", "cpu", "--tp-size", "2", "--kv-cache-tokens", "4096"]
-    node = Process(*command, log=tmp_path / "log")
+    node = Process(*command, log=tmp_path / "log", program=LAUNCH)
     try:
         assert node.server_info()["tp_size"] == 2
         (worker,) = workers_of(node.child.pid)

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 SEED = int(os.environ.get("PD_TEST_SEED", random.randrange(1 << 31)))
 KINDS: tuple[GrammarKind, ...] = ("regex", "ebnf", "json_schema", "structural_tag")
-# Tokens of the stream beside each batch, which ends after the batch, and seconds that it may pause
-# on a busy machine.
+# Most tokens of the stream beside each batch, which would end after the batch, and seconds that it
+# may pause on a busy machine.
 STREAMED, MAX_PAUSE = 1000, 5.0
 PIECES: dict[GrammarKind, list[str]] = {
     "regex": [
@@ -122,7 +122,8 @@ def test_random_texts_are_served_or_refused(model: Path, count: int) -> None:
                     served += 1
                 except InvalidRequestError as error:
                     assert str(error)
-            assert len(other.tokens()) == STREAMED
+            assert not other.done.is_set()
+            cluster.client.abort(other)
         assert ask(cluster, [1, 2, 3], grammar=started, max_tokens=9).tokens()
         cluster.wait_idle(30.0)
         grown = resident_bytes() - before

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 SECONDS = float(os.environ.get("PD_TEST_SOAK_SECONDS", "600"))
 CONNECTIONS = 200
-# Those of them that read nothing, and for how long: four times as long as it takes to be cut.
+# Those of them that read nothing, and for how long: twice as long as it takes to be cut.
 DEAF_CONNECTIONS, DEAF_SECONDS = 8, 140.0
-STEP_SECONDS = 0.02
+STEP_SECONDS = 0.04
 # A client's own patience: far more than any of its requests takes.
 PATIENCE = 120.0
 # What the allocator and caches of the process may still gain after a third of the time.

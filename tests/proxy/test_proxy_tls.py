@@ -21,7 +21,7 @@ import httpx
 import openai
 import pytest
 from fake_node import EOS, wait_until
-from processes import Process
+from processes import LAUNCH, Process
 from proxy_cluster import read_events
 from proxy_tokenizers import byte_level
 
@@ -173,7 +173,7 @@ def test_pd_launch_serves_https_with_several_processes(
     node = cluster.node("unified", speak)
     flags = ["--port=0", "--workers=2", f"--unified={node.url}", f"--tokenizer={cluster.model_dir}"]
     flags += [f"--tls-cert={files.cert}", f"--tls-key={files.key}"]
-    proxy = Process("proxy", *flags, log=tmp_path / "log")
+    proxy = Process("proxy", *flags, log=tmp_path / "log", program=LAUNCH)
     try:
         assert proxy.url.startswith("https://127.0.0.1:")
         body = {"model": "fake", "messages": HELLO, "stream": True}

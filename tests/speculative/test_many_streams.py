@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from cluster import Pending
 
-TOKENS = 24
+TOKENS = 16
 # In flight at once.
 WINDOW = 64
 VOCAB = 320
