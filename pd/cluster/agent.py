@@ -65,8 +65,15 @@ class AgentProcess:
         self.announces = start.announces
         self.handle = handle
         self.child = child
-        self.state = ProcessState(start.name, pid, start.layout, start.role, start.stop_order)
+        self.state = ProcessState(
+            start.name, pid, start.layout, start.role, start.device, start.stop_order
+        )
         self.state.ended = handle is None
+
+    @classmethod
+    def recorded(cls, record: ProcessRecord) -> AgentProcess:
+        """A process that another agent has started."""
+        return cls(record.start, record.identity.pid, ProcessHandle.of(record.identity))
 
     def end(self) -> None:
         """Note that the process has ended."""
@@ -123,6 +130,7 @@ class Agent:
                 return False
         for process in starting:
             self._look_for_ready_line(process)
+        self._look_for_others()
         waited = time.monotonic() - self._heard
         return self._keep or waited < protocol.LEASE_SECONDS
 
@@ -137,10 +145,19 @@ class Agent:
         if process.state.ready is not None:
             self._send(protocol.Changed(process=process.state))
 
+    def _look_for_others(self) -> None:
+        """Find what another agent of the run has started since."""
+        if self._run is None:
+            return
+        for record in self._run.records(besides=self._processes):
+            self._add(AgentProcess.recorded(record))
+            self._send(protocol.Changed(process=self._processes[record.start.name].state))
+
     def _ended(self, process: AgentProcess) -> None:
         assert process.handle is not None
         self._selector.unregister(process.handle)
         process.end()
+        process.state.dismissed = self._opened.is_dismissed(process.state.name)
         process.state.log = self._opened.last_lines(process.state.name)
         self._send(protocol.Changed(process=process.state))
 
@@ -181,6 +198,7 @@ class Agent:
             protocol.OpenRun: self._open,
             protocol.StartProcess: self._start,
             protocol.Signal: self._signal,
+            protocol.Dismiss: self._dismiss,
             protocol.Write: lambda r: self._opened.write(r.name, r.content),
             protocol.Read: lambda r: self._opened.read(r.name, r.offset),
             protocol.FetchUrl: fetch,
@@ -219,8 +237,7 @@ class Agent:
         self._token = request.token
         self._keep = request.attach
         for record in self._run.records():
-            handle = ProcessHandle.of(record.identity)
-            self._add(AgentProcess(record.start, record.identity.pid, handle))
+            self._add(AgentProcess.recorded(record))
         found = [process.state for process in self._processes.values()]
         return protocol.Opened(__version__, str(self._run.path), found)
 
@@ -231,6 +248,7 @@ class Agent:
             self._selector.register(process.handle, selectors.EVENT_READ, process)
         if process.announces:
             process.state.ready = self._opened.ready_line(name)
+        process.state.dismissed = self._opened.is_dismissed(name)
         if process.state.ended:
             process.state.log = self._opened.last_lines(name)
 
@@ -260,10 +278,16 @@ class Agent:
         return process.state
 
     def _signal(self, request: protocol.Signal) -> None:
-        process = self._processes.get(request.name)
-        if process is None:
-            raise SetupError(f"no process {request.name} was started here")
-        process.send(request.signal)
+        self._process(request.name).send(request.signal)
+
+    def _dismiss(self, request: protocol.Dismiss) -> None:
+        self._process(request.name).state.dismissed = True
+        self._opened.dismiss(request.name)
+
+    def _process(self, name: str) -> AgentProcess:
+        if name not in self._processes:
+            raise SetupError(f"no process {name} was started here")
+        return self._processes[name]
 
     def _keep_running(self, request: protocol.Keep) -> None:
         self._keep = True
@@ -310,7 +334,9 @@ def fetch(request: protocol.FetchUrl) -> protocol.Fetched:
         handlers.append(urllib.request.HTTPSHandler(context=_tls_context(request)))
     opener = urllib.request.build_opener(*handlers)
     headers = {"Content-Type": "application/json"} if request.body is not None else {}
-    asked = urllib.request.Request(request.url, request.body, headers | request.headers)
+    asked = urllib.request.Request(
+        request.url, request.body, headers | request.headers, method=request.method
+    )
     try:
         with opener.open(asked, timeout=request.timeout) as answer:
             return protocol.Fetched(answer.status, answer.read(protocol.MAX_BODY_BYTES))

@@ -62,10 +62,18 @@ def _node_claims(spec: ClusterSpec, where: str, node: NodeSettings) -> Iterator[
     for number in range(node.count if node.devices else 0):
         device = node.devices[number % len(node.devices)]
         if device.startswith("cuda"):
-            first = int(device.partition(":")[2] or 0)
-            machine = _machine(spec.hosts[node.host])
-            for gpu in range(first, first + _ranks(spec, node)):
-                yield Claim(f"{where} (node {number})", node.host, machine, f"device cuda:{gpu}")
+            machine = machine_of(spec.hosts[node.host])
+            for gpu in devices_of(spec, node, device):
+                yield Claim(f"{where} (node {number})", node.host, machine, f"device {gpu}")
+
+
+def devices_of(spec: ClusterSpec, node: NodeSettings, device: str) -> list[str]:
+    """What a node with these settings and this ``--device`` takes: with several ranks, several
+    GPUs."""
+    if not device.startswith("cuda"):
+        return [device]
+    first = int(device.partition(":")[2] or 0)
+    return [f"cuda:{gpu}" for gpu in range(first, first + _ranks(spec, node))]
 
 
 def _ranks(spec: ClusterSpec, node: NodeSettings) -> int:
@@ -78,7 +86,7 @@ def _port(spec: ClusterSpec, where: str, host: str, port: int) -> Claim:
     return Claim(where, host, str(spec.hosts[host].reach), f"port {port}")
 
 
-def _machine(host: HostSettings) -> str:
+def machine_of(host: HostSettings) -> str:
     """A name of the machine. Network namespaces of this machine share its GPUs."""
     return "this machine" if host.ssh is None else host.ssh.rpartition("@")[2]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from pd.cluster.protocol import StartProcess
 from pd.cluster.run_directory import CLUSTER_KEY_FILE
 
 if TYPE_CHECKING:
@@ -25,6 +26,12 @@ class NodePlan(NamedTuple):
     settings: NodeSettings
     number: int
 
+    @property
+    def device(self) -> str:
+        """Its device; empty if it picks one itself."""
+        devices = self.settings.devices
+        return devices[self.number % len(devices)] if devices else ""
+
 
 def plan_nodes(spec: ClusterSpec) -> list[NodePlan]:
     """All nodes of the file; their names are LAYOUT-ROLE-NUMBER."""
@@ -37,6 +44,21 @@ def plan_nodes(spec: ClusterSpec) -> list[NodePlan]:
                 counts[node.role] = counts.get(node.role, 0) + 1
                 plans.append(NodePlan(name, layout, node.host, node, number))
     return plans
+
+
+def node_process(spec: ClusterSpec, plan: NodePlan, host: Host, *, with_key: bool) -> StartProcess:
+    """What starts a node on its host."""
+    role = plan.settings.role
+    return StartProcess(
+        plan.name,
+        node_command(spec, plan, host, with_key=with_key),
+        spec.environment_of(plan.host),
+        layout=plan.layout,
+        role=role,
+        device=plan.device,
+        stop_order=STOP_ORDER[role],
+        announces=True,
+    )
 
 
 def node_command(spec: ClusterSpec, plan: NodePlan, host: Host, *, with_key: bool) -> list[str]:
@@ -52,8 +74,8 @@ def node_command(spec: ClusterSpec, plan: NodePlan, host: Host, *, with_key: boo
     if node.role == "prefill":
         ports = node.bootstrap_ports
         command += [f"--bootstrap-port={ports[plan.number] if ports else 0}"]
-    if node.devices:
-        command += [f"--device={node.devices[plan.number % len(node.devices)]}"]
+    if plan.device:
+        command += [f"--device={plan.device}"]
     if spec.transfer_backend is not None and node.role != "unified":
         command += [f"--transfer-backend={spec.transfer_backend}"]
     command += _key_flag(host, with_key)

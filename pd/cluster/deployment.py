@@ -47,6 +47,11 @@ class Process:
         return not self.state.ended and not self.host.lost
 
     @property
+    def has_left(self) -> bool:
+        """Whether it has ended because somebody wanted it to."""
+        return self.state.ended and self.state.dismissed
+
+    @property
     def local_url(self) -> str:
         """The URL that it announced, which works on its own host."""
         return self.state.ready.url if self.state.ready is not None else ""
@@ -105,8 +110,8 @@ class Deployment:
 
     @property
     def servers(self) -> list[Process]:
-        """Nodes and proxies."""
-        return [process for process in self.processes if process.state.layout]
+        """Nodes and proxies, less those that have left."""
+        return [p for p in self.processes if p.state.layout and not p.has_left]
 
     @property
     def layouts(self) -> dict[str, Layout]:
@@ -180,7 +185,7 @@ class Deployment:
         collect_snapshots(self.servers, self.logs, self.report)
         orders = {process.state.stop_order for process in self.processes}
         for order in sorted(orders, reverse=True):
-            self._stop_group([p for p in self.processes if p.state.stop_order == order], grace)
+            self.stop_group([p for p in self.processes if p.state.stop_order == order], grace)
         collect_logs(self.processes, self.logs, self.report)
         with ThreadPoolExecutor(max(1, len(self.hosts))) as pool:
             closed = list(pool.map(self._close, self.hosts.values()))
@@ -209,7 +214,8 @@ class Deployment:
         for problem in problems.values():
             self.report(problem)
 
-    def _stop_group(self, group: Sequence[Process], grace: float) -> None:
+    def stop_group(self, group: Sequence[Process], grace: float) -> None:
+        """Stop these processes, and kill those that have not ended after ``grace`` seconds."""
         self._signal(group, signal.SIGTERM)
         if not self._wait_ended(group, grace):
             late = [str(process) for process in group if process.running]

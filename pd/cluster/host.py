@@ -256,6 +256,10 @@ class Host:
         """Send a signal to a process of the run, if it is still there."""
         self.tell(protocol.Signal(name, number))
 
+    def dismiss(self, name: str) -> None:
+        """Note that a process of the run is about to end because somebody wants it to."""
+        self.tell(protocol.Dismiss(name))
+
     def write(self, name: str, content: bytes) -> None:
         """Write a small file of the run directory, which only its user may read."""
         self.tell(protocol.Write(name, content))
@@ -278,20 +282,25 @@ class Host:
         timeout: float = 5.0,
         headers: dict[str, str] | None = None,
         body: bytes | None = None,
+        method: str | None = None,
         authorities: str = "",
     ) -> Fetched:
         """HTTP request from that host, see :class:`pd.cluster.protocol.FetchUrl`.
 
         Raises SetupError if there is no answer.
         """
-        request = protocol.FetchUrl(url, timeout, headers or {}, body, authorities=authorities)
+        request = protocol.FetchUrl(
+            url, timeout, headers or {}, body, method, authorities=authorities
+        )
         return self.call(request, protocol.Fetched, timeout + protocol.LEASE_SECONDS)
 
-    def read_own(self, url: str, timeout: float) -> Fetched:
-        """Read a page without secrets of a process on that host, whatever certificate it has: none
-        need be valid for the address by which the host knows the process.
+    def ask_own(
+        self, url: str, timeout: float, body: bytes | None = None, method: str | None = None
+    ) -> Fetched:
+        """Ask a process on that host, without secrets and whatever certificate it has: none need be
+        valid for the address by which the host knows the process.
 
         Raises SetupError if there is no answer.
         """
-        request = protocol.FetchUrl(url, timeout, verify=False)
+        request = protocol.FetchUrl(url, timeout, {}, body, method, verify=False)
         return self.call(request, protocol.Fetched, timeout + protocol.LEASE_SECONDS)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 # Changed with every change of a message that an older agent or deployment would not understand.
-PROTOCOL = 2
+PROTOCOL = 3
 # The longest line either end accepts; a longer one ends the connection.
 MAX_LINE_BYTES = 16 << 20
 # Bytes of a file in one answer, and of an HTTP answer.
@@ -47,6 +47,7 @@ class StartProcess(AgentRequest, tag="start"):
     """Start a process.
 
     Attributes:
+        device: of a node, as in its command; empty if it picks one itself.
         stop_order: processes with a higher number stop first.
         announces: the process prints a ready line.
     """
@@ -56,6 +57,7 @@ class StartProcess(AgentRequest, tag="start"):
     environment: dict[str, str]
     layout: str = ""
     role: str = ""
+    device: str = ""
     stop_order: int = 0
     announces: bool = False
 
@@ -65,6 +67,12 @@ class Signal(AgentRequest):
 
     name: str
     signal: int
+
+
+class Dismiss(AgentRequest):
+    """Note that a process is about to end because somebody wants it to, which is no failure."""
+
+    name: str
 
 
 class Write(AgentRequest):
@@ -82,9 +90,10 @@ class Read(AgentRequest):
 
 
 class FetchUrl(AgentRequest, tag="fetch"):
-    """HTTP request from the host itself: a GET, or with a ``body`` of JSON a POST.
+    """HTTP request from the host itself.
 
     Attributes:
+        method: by default GET, or POST with a ``body``, which is JSON.
         verify: an https server needs a certificate that the host trusts.
         authorities: file of the host with what it trusts; empty for its own authorities.
     """
@@ -93,6 +102,7 @@ class FetchUrl(AgentRequest, tag="fetch"):
     timeout: float = 5.0
     headers: dict[str, str] = {}
     body: bytes | None = None
+    method: str | None = None
     verify: bool = True
     authorities: str = ""
 
@@ -115,7 +125,9 @@ class Close(AgentRequest):
     remove: bool = False
 
 
-AnyRequest = OpenRun | StartProcess | Signal | Write | Read | FetchUrl | Ping | Keep | Close
+AnyRequest = (
+    OpenRun | StartProcess | Signal | Dismiss | Write | Read | FetchUrl | Ping | Keep | Close
+)
 
 
 class ReadyLine(msgspec.Struct):
@@ -131,6 +143,7 @@ class ProcessState(msgspec.Struct):
     """A process of a run as its host sees it.
 
     Attributes:
+        dismissed: it ends, or has ended, because somebody wants it to.
         ended: it has ended; ``status`` is None if the agent is not its parent.
         log: the last lines that it wrote to standard error, once it has ended.
     """
@@ -139,8 +152,10 @@ class ProcessState(msgspec.Struct):
     pid: int
     layout: str = ""
     role: str = ""
+    device: str = ""
     stop_order: int = 0
     ready: ReadyLine | None = None
+    dismissed: bool = False
     ended: bool = False
     status: int | None = None
     log: list[str] = []
@@ -187,7 +202,7 @@ class Reply(AgentMessage):
 
 
 class Changed(AgentMessage):
-    """A process announced itself or ended."""
+    """A process announced itself or ended, or another agent has started it."""
 
     process: ProcessState
 

@@ -8,12 +8,16 @@ import re
 import shutil
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from pd.cluster.host_processes import Identity
 from pd.cluster.protocol import MAX_CHUNK_BYTES, Part, ReadyLine, StartProcess
 from pd.core.errors import SetupError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 CLUSTER_KEY_FILE = "cluster.key"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
@@ -85,10 +89,18 @@ class RunDirectory:
     def add_record(self, record: ProcessRecord) -> None:
         self.write(f"{record.start.name}.process", msgspec.json.encode(record))
 
-    def records(self) -> list[ProcessRecord]:
-        """Processes that were started here, oldest first."""
-        files = sorted(self.path.glob("*.process"), key=lambda path: path.stat().st_mtime_ns)
+    def records(self, besides: Collection[str] = ()) -> list[ProcessRecord]:
+        """Processes that were started here, oldest first, but for those with these names."""
+        files = [path for path in self.path.glob("*.process") if path.stem not in besides]
+        files.sort(key=lambda path: path.stat().st_mtime_ns)
         return [_RECORD.decode(path.read_bytes()) for path in files]
+
+    def dismiss(self, name: str) -> None:
+        """Record that a process ends because somebody wants it to."""
+        self.write(f"{name}.dismissed", b"")
+
+    def is_dismissed(self, name: str) -> bool:
+        return self.file(f"{name}.dismissed").exists()
 
     def ready_line(self, name: str) -> ReadyLine | None:
         """The announcement that the process has printed, if it has."""

@@ -11,6 +11,7 @@ from pd.core.errors import SetupError
 
 if TYPE_CHECKING:
     from pd.cluster.host import Host
+    from pd.cluster.protocol import Fetched
 
 _ASK_SECONDS = 5.0
 _MESSAGE_CHARACTERS = 300
@@ -26,16 +27,21 @@ class Readiness(NamedTuple):
 def ask_readiness(host: Host, url: str) -> Readiness:
     """Ask a proxy. One that does not answer is not ready."""
     try:
-        answer = host.read_own(f"{url}/readiness", _ASK_SECONDS)
+        answer = host.ask_own(f"{url}/readiness", _ASK_SECONDS)
     except SetupError as error:
         return Readiness(False, error.message)
     if answer.status == 200:
         return Readiness(True)
+    return Readiness(False, message_of(answer))
+
+
+def message_of(answer: Fetched) -> str:
+    """What a proxy says in an answer that is an error."""
     try:
-        reason = str(json.loads(answer.body)["error"]["message"])
+        message = str(json.loads(answer.body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        reason = f"/readiness answered {answer.status}"
-    return Readiness(False, shorten(reason, _MESSAGE_CHARACTERS))
+        message = f"it answered {answer.status}"
+    return shorten(message, _MESSAGE_CHARACTERS)
 
 
 def ask_workers(host: Host, url: str) -> dict[str, bool]:
@@ -46,7 +52,7 @@ def ask_workers(host: Host, url: str) -> dict[str, bool]:
     from prometheus_client.parser import text_string_to_metric_families
 
     try:
-        text = host.read_own(f"{url}/metrics", _ASK_SECONDS).body.decode()
+        text = host.ask_own(f"{url}/metrics", _ASK_SECONDS).body.decode()
         return {
             sample.labels["url"]: sample.value == 1
             for family in text_string_to_metric_families(text)

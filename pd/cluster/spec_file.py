@@ -237,11 +237,11 @@ def _check_layout(where: str, layout: LayoutSettings, spec: ClusterSpec) -> None
                 raise refuse(f"{place}.{key}", f"{len(ports)} ports for {node.count} nodes")
         if node.bootstrap_ports and node.role != "prefill":
             raise refuse(f"{place}.bootstrap_ports", "only prefill nodes have them")
-    _check_serves(where, layout, spec)
-    _check_reachable(where, layout, spec)
+    check_serves(where, layout, spec)
+    check_reachable(where, layout, spec)
 
 
-def _check_serves(where: str, layout: LayoutSettings, spec: ClusterSpec) -> None:
+def check_serves(where: str, layout: LayoutSettings, spec: ClusterSpec) -> None:
     """Refuse a layout without a node for one half of each request, which would never be ready."""
     halves = {"prefill", "decode"}
     for node in layout.nodes:
@@ -254,7 +254,7 @@ def _check_serves(where: str, layout: LayoutSettings, spec: ClusterSpec) -> None
         )
 
 
-def _check_reachable(where: str, layout: LayoutSettings, spec: ClusterSpec) -> None:
+def check_reachable(where: str, layout: LayoutSettings, spec: ClusterSpec) -> None:
     """Refuse addresses at which the hosts of a layout would not find each other."""
     proxy = layout.proxy
     used = {proxy.host, *(node.host for node in layout.nodes)}

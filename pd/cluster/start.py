@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from pd.cluster import protocol, serving
-from pd.cluster.commands import STOP_ORDER, node_command, plan_nodes, proxy_command
+from pd.cluster.commands import STOP_ORDER, node_process, plan_nodes, proxy_command
 from pd.cluster.deployment import Deployment, connect
 from pd.cluster.host_processes import identity_of
 from pd.cluster.run_directory import CLUSTER_KEY_FILE, new_run_id
@@ -114,8 +114,7 @@ class _Starter:
         plans = plan_nodes(self._spec)
         for plan in plans:
             host = hosts[plan.host]
-            command = node_command(self._spec, plan, host, with_key=self._key is not None)
-            self._start(plan.name, plan.layout, plan.settings.role, plan.host, command)
+            host.start(node_process(self._spec, plan, host, with_key=self._key is not None))
         began = reported = time.monotonic()
         while not self._all_serve(plans):
             self.deployment.check()
@@ -129,19 +128,6 @@ class _Starter:
                 reported = now
                 self._report(f"{now - began:3.0f} s, waiting for {waiting}")
             self.deployment.wait(_ASK_SECONDS)
-
-    def _start(self, name: str, layout: str, role: str, host: str, command: list[str]) -> None:
-        self.deployment.hosts[host].start(
-            protocol.StartProcess(
-                name,
-                command,
-                self._spec.environment_of(host),
-                layout=layout,
-                role=role,
-                stop_order=STOP_ORDER[role],
-                announces=True,
-            )
-        )
 
     def _all_serve(self, plans: list[NodePlan]) -> bool:
         """Take each layout one step further; True once all of them serve."""
@@ -183,5 +169,15 @@ class _Starter:
         where = self._spec.layouts[name].proxy.host
         host = self.deployment.hosts[where]
         command = proxy_command(self._spec, name, urls, host, with_key=self._key is not None)
-        self._start(f"{name}-proxy", name, "proxy", where, command)
+        host.start(
+            protocol.StartProcess(
+                f"{name}-proxy",
+                command,
+                self._spec.environment_of(where),
+                layout=name,
+                role="proxy",
+                stop_order=STOP_ORDER["proxy"],
+                announces=True,
+            )
+        )
         self._waiting_for[f"{name}-proxy on host {where}"] = "starting"

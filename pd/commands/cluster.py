@@ -14,13 +14,14 @@ from pd.core.errors import SetupError, UsageError
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Mapping
 
     from pd.cluster.deployment import Deployment
     from pd.cluster.spec import ClusterSpec
     from pd.cluster.state import ClusterState
 
-TEXT = "start, show or stop a deployment over several hosts"
-ACTIONS = ("up", "status", "down")
+TEXT = "start, show, change or stop a deployment over several hosts"
+ACTIONS = ("up", "status", "scale", "down")
 _CHECK_SECONDS = 1.0
 # Beyond the grace time of three groups of processes, for collecting logs.
 _COLLECT_SECONDS = 60.0
@@ -30,6 +31,7 @@ examples:
   pd-launch cluster up configs/two-hosts/cluster.yaml            # until Ctrl-C
   pd-launch cluster up configs/two-hosts/cluster.yaml --detach
   pd-launch cluster status configs/two-hosts/cluster.yaml
+  pd-launch cluster scale configs/two-hosts/cluster.yaml decode=2
   pd-launch cluster down configs/two-hosts/cluster.yaml
 
 docs/cluster.md explains the file. Logs and metrics of all hosts are collected when it stops.
@@ -40,16 +42,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     from pd.cluster.times import GRACE_SECONDS, WAIT_SECONDS
 
-    parser.usage = "%(prog)s ACTION FILE [flags]"
+    parser.usage = "%(prog)s ACTION FILE [[LAYOUT.]ROLE=N ...] [flags]"
     parser.epilog = _EXAMPLES
     parser.add_argument("action", choices=ACTIONS, metavar="ACTION", help=", ".join(ACTIONS))
     parser.add_argument("file", type=Path, metavar="FILE", help="YAML file of the deployment")
+    parser.add_argument(
+        "nodes",
+        nargs="*",
+        metavar="[LAYOUT.]ROLE=N",
+        help="scale: how many nodes of a role there are to be, such as decode=3",
+    )
     parser.add_argument(
         "--wait",
         type=float,
         default=WAIT_SECONDS,
         metavar="SECONDS",
-        help="up: how long everything may take to be ready",
+        help="up, scale: how long everything may take to be ready",
     )
     parser.add_argument(
         "--grace",
@@ -72,6 +80,8 @@ def run(args: argparse.Namespace) -> int:
     """Do what was asked. Raises UsageError or SetupError."""
     from pd.cluster.state import deployment_id, load_state
 
+    if args.nodes and args.action != "scale":
+        raise UsageError(f"only scale takes numbers of nodes, not {args.action}: {args.nodes[0]}")
     if args.action == "up":
         return _up(args)
     state = load_state(deployment_id(args.file))
@@ -79,7 +89,9 @@ def run(args: argparse.Namespace) -> int:
         if not args.file.exists():
             raise UsageError(f"cannot read {args.file}: no such file")
         report(f"{args.file} is not up")
-        return 1 if args.action == "status" else 0
+        return 0 if args.action == "down" else 1
+    if args.action == "scale":
+        return _scale(args, state)
     return _status(state) if args.action == "status" else _down(args, state)
 
 
@@ -178,15 +190,40 @@ def _clean_up(file: Path, state: ClusterState) -> None:
         )
 
 
-# ---- status and down
+# ---- scale, status and down
+
+
+def _scale(args: argparse.Namespace, state: ClusterState) -> int:
+    """Change the number of nodes, and print the table of all."""
+    from pd.cluster.scale import parse_wanted, scale
+    from pd.cluster.spec_file import check_environment, check_known_flags, load_spec
+    from pd.commands.servers import server_flags
+
+    spec = load_spec(args.file)
+    wanted = parse_wanted(args.nodes, spec)
+    check_known_flags(spec, server_flags())
+    check_environment(spec)
+    with interrupted_by(*ENDING):
+        try:
+            running = scale(
+                spec, state, wanted, wait_seconds=args.wait, grace=args.grace, report=report
+            )
+        except KeyboardInterrupt:
+            return 130
+    return _print_status(running, {})
 
 
 def _status(state: ClusterState) -> int:
     """Print a table; exit status 0 if everything is ready."""
     from pd.cluster.deployment import attach
+
+    return _print_status(*attach(state))
+
+
+def _print_status(running: Deployment, problems: Mapping[str, str]) -> int:
+    """Print the table of what runs, and end the connection."""
     from pd.cluster.status import rows_of, table
 
-    running, problems = attach(state)
     try:
         rows = rows_of(running, problems)
     finally:
