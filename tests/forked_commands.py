@@ -23,6 +23,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ _PRELOADED = (
 _CLONE_NEWNET, _CLONE_NEWNS = 0x40000000, 0x20000
 _MS_SLAVE_REC, _MNT_DETACH = 1 << 19 | 1 << 14, 2
 _MOST_BYTES = 1 << 20
+_POLL_SECONDS = 0.005
 _lock = threading.Lock()
 # Seconds of processor time of forked processes that have ended and were waited for.
 _cpu_seconds = 0.0
@@ -89,6 +91,9 @@ class ForkedCommand:
             socket.send_fds(_server(), [request], [writing, log, theirs.fileno()])
             os.close(writing)
         self.stdout = os.fdopen(reading)
+        self._waiting = threading.Lock()
+        self._ended = select.poll()
+        self._ended.register(self._status, select.POLLIN)
         self.pid: int = json.loads(self._status.recv(100))
 
     def poll(self) -> int | None:
@@ -98,16 +103,18 @@ class ForkedCommand:
 
     def wait(self, timeout: float | None = None) -> int:
         global _cpu_seconds
-        if self.returncode is None:
-            if not select.select([self._status], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired("pd-launch", timeout or 0.0)
-            with _lock:
-                if self.returncode is None:
+        deadline = float("inf") if timeout is None else time.monotonic() + timeout
+        while True:
+            with self._waiting:
+                if self.returncode is None and self._ended.poll(0):
                     self.returncode, seconds = json.loads(self._status.recv(100))
                     _cpu_seconds += seconds
                     self._status.close()
-        assert self.returncode is not None
-        return self.returncode
+            if self.returncode is not None:
+                return self.returncode
+            if time.monotonic() >= deadline:
+                raise subprocess.TimeoutExpired("pd-launch", timeout or 0.0)
+            time.sleep(_POLL_SECONDS)
 
     def send_signal(self, number: int) -> None:
         # It may have ended, and nobody may have been told yet.

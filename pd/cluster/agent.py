@@ -66,7 +66,7 @@ class AgentProcess:
         self.handle = handle
         self.child = child
         self.state = ProcessState(
-            start.name, pid, start.layout, start.role, start.device, start.stop_order
+            start.name, pid, start.layout, start.role, start.devices, start.stop_order
         )
         self.state.ended = handle is None
 
@@ -157,7 +157,7 @@ class Agent:
         assert process.handle is not None
         self._selector.unregister(process.handle)
         process.end()
-        process.state.dismissed = self._opened.is_dismissed(process.state.name)
+        process.state.may_end = self._opened.may_end(process.state.name)
         process.state.log = self._opened.last_lines(process.state.name)
         self._send(protocol.Changed(process=process.state))
 
@@ -198,7 +198,7 @@ class Agent:
             protocol.OpenRun: self._open,
             protocol.StartProcess: self._start,
             protocol.Signal: self._signal,
-            protocol.Dismiss: self._dismiss,
+            protocol.LetEnd: self._let_end,
             protocol.Write: lambda r: self._opened.write(r.name, r.content),
             protocol.Read: lambda r: self._opened.read(r.name, r.offset),
             protocol.FetchUrl: fetch,
@@ -231,7 +231,7 @@ class Agent:
             raise SetupError(f"hosts of a cluster run Linux, not {sys.platform}")
         if request.directory:
             self._directory = os.path.expanduser(request.directory)
-            if not os.path.isdir(self._directory):
+            if not request.attach and not os.path.isdir(self._directory):
                 raise SetupError(f"the directory {request.directory} is not there")
         self._run = RunDirectory(request.run, again=request.attach)
         self._token = request.token
@@ -239,7 +239,7 @@ class Agent:
         for record in self._run.records():
             self._add(AgentProcess.recorded(record))
         found = [process.state for process in self._processes.values()]
-        return protocol.Opened(__version__, str(self._run.path), found)
+        return protocol.Opened(__version__, str(self._run.path), found, self._run.has_key)
 
     def _add(self, process: AgentProcess) -> None:
         name = process.state.name
@@ -248,7 +248,7 @@ class Agent:
             self._selector.register(process.handle, selectors.EVENT_READ, process)
         if process.announces:
             process.state.ready = self._opened.ready_line(name)
-        process.state.dismissed = self._opened.is_dismissed(name)
+        process.state.may_end = self._opened.may_end(name)
         if process.state.ended:
             process.state.log = self._opened.last_lines(name)
 
@@ -256,17 +256,9 @@ class Agent:
         run, name = self._opened, request.name
         if name in self._processes:
             raise SetupError(f"{name} has been started before")
-        environment = os.environ | request.environment | {TOKEN_VARIABLE: self._token}
-        with run.file(f"{name}.out").open("xb") as out, run.file(f"{name}.log").open("xb") as log:
-            child = subprocess.Popen(
-                request.command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=log,
-                cwd=self._directory,
-                env=environment,
-                start_new_session=True,
-            )
+        # Before it can end.
+        run.let_end(name, may_end=request.may_end)
+        child = self._popen(request)
         # It stays a zombie until its end is noted, so that the pid is its own until then.
         handle, identity = ProcessHandle.of_pid(child.pid), identity_of(child.pid)
         assert handle is not None and identity is not None
@@ -277,12 +269,31 @@ class Agent:
         run.add_record(ProcessRecord(identity, recorded))
         return process.state
 
+    def _popen(self, request: StartProcess) -> subprocess.Popen[bytes]:
+        environment = os.environ | request.environment | {TOKEN_VARIABLE: self._token}
+        files = [self._opened.file(f"{request.name}.{suffix}") for suffix in ("out", "log")]
+        with files[0].open("xb") as out, files[1].open("xb") as log:
+            try:
+                return subprocess.Popen(
+                    request.command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=log,
+                    cwd=self._directory,
+                    env=environment,
+                    start_new_session=True,
+                )
+            except OSError:
+                for file in files:  # so that it can be tried again
+                    file.unlink()
+                raise
+
     def _signal(self, request: protocol.Signal) -> None:
         self._process(request.name).send(request.signal)
 
-    def _dismiss(self, request: protocol.Dismiss) -> None:
-        self._process(request.name).state.dismissed = True
-        self._opened.dismiss(request.name)
+    def _let_end(self, request: protocol.LetEnd) -> None:
+        self._process(request.name).state.may_end = request.may_end
+        self._opened.let_end(request.name, may_end=request.may_end)
 
     def _process(self, name: str) -> AgentProcess:
         if name not in self._processes:

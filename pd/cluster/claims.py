@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from pd.cluster.commands import spelled
-from pd.cluster.spec import refuse
+from pd.cluster.spec import refuse, spelled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

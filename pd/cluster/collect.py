@@ -29,7 +29,7 @@ def collect_snapshots(
             pages.append(("server_info", "json"))
         for page, suffix in pages:
             try:
-                answer = process.host.ask_own(f"{process.local_url}/{page}", _FETCH_SECONDS)
+                answer = process.host.read_own(f"{process.local_url}/{page}", _FETCH_SECONDS)
             except SetupError as error:
                 report(f"no {page} of {process}: {error.message}")
                 continue

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from pd.cluster.claims import devices_of
 from pd.cluster.protocol import StartProcess
 from pd.cluster.run_directory import CLUSTER_KEY_FILE
+from pd.cluster.spec import spelled
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -46,7 +48,9 @@ def plan_nodes(spec: ClusterSpec) -> list[NodePlan]:
     return plans
 
 
-def node_process(spec: ClusterSpec, plan: NodePlan, host: Host, *, with_key: bool) -> StartProcess:
+def node_process(
+    spec: ClusterSpec, plan: NodePlan, host: Host, *, with_key: bool, may_end: bool = False
+) -> StartProcess:
     """What starts a node on its host."""
     role = plan.settings.role
     return StartProcess(
@@ -55,9 +59,10 @@ def node_process(spec: ClusterSpec, plan: NodePlan, host: Host, *, with_key: boo
         spec.environment_of(plan.host),
         layout=plan.layout,
         role=role,
-        device=plan.device,
+        devices=devices_of(spec, plan.settings, plan.device) if plan.device else [],
         stop_order=STOP_ORDER[role],
         announces=True,
+        may_end=may_end,
     )
 
 
@@ -101,11 +106,6 @@ def proxy_command(
 
 def _key_flag(host: Host, with_key: bool) -> list[str]:
     return [f"--cluster-key-file={host.run_directory}/{CLUSTER_KEY_FILE}"] if with_key else []
-
-
-def spelled(flags: Flags) -> Flags:
-    """Page_size and page-size are one flag."""
-    return {name.replace("_", "-"): value for name, value in flags.items()}
 
 
 def arguments(flags: Flags) -> list[str]:

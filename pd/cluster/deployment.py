@@ -48,8 +48,8 @@ class Process:
 
     @property
     def has_left(self) -> bool:
-        """Whether it has ended because somebody wanted it to."""
-        return self.state.ended and self.state.dismissed
+        """Whether it has ended as it may."""
+        return self.state.ended and self.state.may_end
 
     @property
     def local_url(self) -> str:
@@ -259,7 +259,6 @@ def connect(
     state: ClusterState,
     changed: threading.Condition,
     *,
-    directories: dict[str, str] | None = None,
     attach: bool = False,
 ) -> tuple[dict[str, Host], dict[str, str]]:
     """Connect to all hosts at once.
@@ -270,11 +269,10 @@ def connect(
     def open_host(name: str) -> Host:
         known = state.hosts[name]
         host = Host(name, known.reach, known.python, known.address, changed)
-        directory = (directories or {}).get(name, "")
         try:
             host.open(
                 protocol.OpenRun(
-                    state.run_on(name), state.token, attach=attach, directory=directory
+                    state.run_on(name), state.token, attach=attach, directory=known.directory
                 )
             )
         except BaseException:

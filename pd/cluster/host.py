@@ -44,6 +44,7 @@ class Host:
         lost: why the host cannot be talked to any more; empty while it can.
         run_directory: on the host.
         version: of pd on the host.
+        has_key: the run had a cluster key there when the host was connected.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Host:
         self.lost = ""
         self.run_directory = ""
         self.version = ""
+        self.has_key = False
         self._reach, self._python, self._changed = reach, python, changed
         self._hello: Future[protocol.Hello] = Future()
         self._replies: dict[int, Future[protocol.Reply]] = {}
@@ -105,6 +107,7 @@ class Host:
             )
         opened = self.call(request, protocol.Opened)
         self.version, self.run_directory = opened.version, opened.run_directory
+        self.has_key = opened.has_key
         with self._changed:
             # One may have ended since.
             self.processes = {state.name: state for state in opened.processes} | self.processes
@@ -256,9 +259,11 @@ class Host:
         """Send a signal to a process of the run, if it is still there."""
         self.tell(protocol.Signal(name, number))
 
-    def dismiss(self, name: str) -> None:
-        """Note that a process of the run is about to end because somebody wants it to."""
-        self.tell(protocol.Dismiss(name))
+    def let_end(self, name: str, *, may_end: bool) -> None:
+        """Note whether a process of the run may end without a failure of the deployment."""
+        self.tell(protocol.LetEnd(name, may_end))
+        with self._changed:
+            self.processes[name].may_end = may_end
 
     def write(self, name: str, content: bytes) -> None:
         """Write a small file of the run directory, which only its user may read."""
@@ -283,24 +288,21 @@ class Host:
         headers: dict[str, str] | None = None,
         body: bytes | None = None,
         method: str | None = None,
+        *,
+        verify: bool = True,
         authorities: str = "",
     ) -> Fetched:
         """HTTP request from that host, see :class:`pd.cluster.protocol.FetchUrl`.
 
         Raises SetupError if there is no answer.
         """
-        request = protocol.FetchUrl(
-            url, timeout, headers or {}, body, method, authorities=authorities
-        )
+        request = protocol.FetchUrl(url, timeout, headers or {}, body, method, verify, authorities)
         return self.call(request, protocol.Fetched, timeout + protocol.LEASE_SECONDS)
 
-    def ask_own(
-        self, url: str, timeout: float, body: bytes | None = None, method: str | None = None
-    ) -> Fetched:
-        """Ask a process on that host, without secrets and whatever certificate it has: none need be
-        valid for the address by which the host knows the process.
+    def read_own(self, url: str, timeout: float) -> Fetched:
+        """Read a page without secrets of a process on that host, whatever certificate it has: none
+        need be valid for the address by which the host knows the process.
 
         Raises SetupError if there is no answer.
         """
-        request = protocol.FetchUrl(url, timeout, {}, body, method, verify=False)
-        return self.call(request, protocol.Fetched, timeout + protocol.LEASE_SECONDS)
+        return self.fetch(url, timeout, verify=False)

@@ -47,9 +47,10 @@ class StartProcess(AgentRequest, tag="start"):
     """Start a process.
 
     Attributes:
-        device: of a node, as in its command; empty if it picks one itself.
+        devices: that a node has for itself; none if it picks its own.
         stop_order: processes with a higher number stop first.
         announces: the process prints a ready line.
+        may_end: see :class:`ProcessState`.
     """
 
     name: str
@@ -57,9 +58,10 @@ class StartProcess(AgentRequest, tag="start"):
     environment: dict[str, str]
     layout: str = ""
     role: str = ""
-    device: str = ""
+    devices: list[str] = []
     stop_order: int = 0
     announces: bool = False
+    may_end: bool = False
 
 
 class Signal(AgentRequest):
@@ -69,10 +71,11 @@ class Signal(AgentRequest):
     signal: int
 
 
-class Dismiss(AgentRequest):
-    """Note that a process is about to end because somebody wants it to, which is no failure."""
+class LetEnd(AgentRequest):
+    """Note whether a process may end without a failure of the deployment."""
 
     name: str
+    may_end: bool
 
 
 class Write(AgentRequest):
@@ -126,7 +129,7 @@ class Close(AgentRequest):
 
 
 AnyRequest = (
-    OpenRun | StartProcess | Signal | Dismiss | Write | Read | FetchUrl | Ping | Keep | Close
+    OpenRun | StartProcess | Signal | LetEnd | Write | Read | FetchUrl | Ping | Keep | Close
 )
 
 
@@ -143,7 +146,7 @@ class ProcessState(msgspec.Struct):
     """A process of a run as its host sees it.
 
     Attributes:
-        dismissed: it ends, or has ended, because somebody wants it to.
+        may_end: its end is no failure of the deployment, because it is new or was sent away.
         ended: it has ended; ``status`` is None if the agent is not its parent.
         log: the last lines that it wrote to standard error, once it has ended.
     """
@@ -152,21 +155,26 @@ class ProcessState(msgspec.Struct):
     pid: int
     layout: str = ""
     role: str = ""
-    device: str = ""
+    devices: list[str] = []
     stop_order: int = 0
     ready: ReadyLine | None = None
-    dismissed: bool = False
+    may_end: bool = False
     ended: bool = False
     status: int | None = None
     log: list[str] = []
 
 
 class Opened(msgspec.Struct):
-    """The answer to :class:`OpenRun`; ``processes`` are those of an earlier agent."""
+    """The answer to :class:`OpenRun`; ``processes`` are those of an earlier agent.
+
+    Attributes:
+        has_key: the run has a cluster key there.
+    """
 
     version: str
     run_directory: str
     processes: list[ProcessState]
+    has_key: bool = False
 
 
 class Part(msgspec.Struct):

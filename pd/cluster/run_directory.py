@@ -95,12 +95,19 @@ class RunDirectory:
         files.sort(key=lambda path: path.stat().st_mtime_ns)
         return [_RECORD.decode(path.read_bytes()) for path in files]
 
-    def dismiss(self, name: str) -> None:
-        """Record that a process ends because somebody wants it to."""
-        self.write(f"{name}.dismissed", b"")
+    def let_end(self, name: str, *, may_end: bool) -> None:
+        """Record whether a process may end without a failure of the deployment."""
+        if may_end:
+            self.write(f"{name}.may-end", b"")
+        else:
+            self.file(f"{name}.may-end").unlink(missing_ok=True)
 
-    def is_dismissed(self, name: str) -> bool:
-        return self.file(f"{name}.dismissed").exists()
+    def may_end(self, name: str) -> bool:
+        return self.file(f"{name}.may-end").exists()
+
+    @property
+    def has_key(self) -> bool:
+        return self.file(CLUSTER_KEY_FILE).exists()
 
     def ready_line(self, name: str) -> ReadyLine | None:
         """The announcement that the process has printed, if it has."""

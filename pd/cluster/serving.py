@@ -27,7 +27,7 @@ class Readiness(NamedTuple):
 def ask_readiness(host: Host, url: str) -> Readiness:
     """Ask a proxy. One that does not answer is not ready."""
     try:
-        answer = host.ask_own(f"{url}/readiness", _ASK_SECONDS)
+        answer = host.read_own(f"{url}/readiness", _ASK_SECONDS)
     except SetupError as error:
         return Readiness(False, error.message)
     if answer.status == 200:
@@ -52,7 +52,7 @@ def ask_workers(host: Host, url: str) -> dict[str, bool]:
     from prometheus_client.parser import text_string_to_metric_families
 
     try:
-        text = host.ask_own(f"{url}/metrics", _ASK_SECONDS).body.decode()
+        text = host.read_own(f"{url}/metrics", _ASK_SECONDS).body.decode()
         return {
             sample.labels["url"]: sample.value == 1
             for family in text_string_to_metric_families(text)

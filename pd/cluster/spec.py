@@ -177,6 +177,11 @@ class ClusterSpec(_Settings):
         return all(self.hosts[name].on_loopback for name in self.used_hosts(with_load=False))
 
 
+def spelled(flags: Flags) -> Flags:
+    """Page_size and page-size are one flag."""
+    return {name.replace("_", "-"): value for name, value in flags.items()}
+
+
 def refuse(where: str, problem: str) -> UsageError:
     """The error for a value of the file."""
     return UsageError(f"{where}: {problem}")

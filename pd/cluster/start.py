@@ -57,11 +57,7 @@ def up(
     state = ClusterState(
         deployment_id(path),
         new_run_id(),
-        {
-            name: HostState(host.reach, host.interpreter, host.public_address)
-            for name, host in spec.hosts.items()
-            if name in names
-        },
+        {name: HostState.of(host) for name, host in spec.hosts.items() if name in names},
         identity_of(os.getpid()),
         None if logs is None else str(logs.absolute()),
     )
@@ -89,8 +85,7 @@ class _Starter:
     ) -> None:
         self._spec, self._report = spec, report
         changed = threading.Condition()
-        directories = {name: spec.hosts[name].directory for name in state.hosts}
-        hosts, problems = connect(state, changed, directories=directories)
+        hosts, problems = connect(state, changed)
         self.deployment = Deployment(state, changed, hosts, report)
         if problems:
             self.deployment.stop()

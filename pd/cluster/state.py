@@ -6,11 +6,14 @@ it has no secrets.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import os
 import re
 import secrets
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -19,15 +22,30 @@ from pd.cluster.reach import AnyReach
 from pd.cluster.run_directory import state_directory
 from pd.core.errors import SetupError
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pd.cluster.spec import HostSettings
+
 _NAME_CHARACTERS = 32
 
 
 class HostState(msgspec.Struct, frozen=True):
-    """The way to the agent of a host."""
+    """The way to the agent of a host.
+
+    Attributes:
+        directory: where its processes run; empty for the agent's own.
+    """
 
     reach: AnyReach
     python: str
     address: str
+    directory: str = ""
+
+    @classmethod
+    def of(cls, host: HostSettings) -> HostState:
+        """That of a host of the file."""
+        return cls(host.reach, host.interpreter, host.public_address, host.directory)
 
 
 class ClusterState(msgspec.Struct, frozen=True):
@@ -113,6 +131,20 @@ def replace_state(state: ClusterState) -> None:
     with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(msgspec.json.encode(state))
     part.replace(path)
+
+
+@contextlib.contextmanager
+def changing(state: ClusterState) -> Iterator[None]:
+    """Keep others from changing the number of nodes meanwhile. Raises SetupError if one does."""
+    path = _file(state.deployment).with_suffix(".lock")
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SetupError(
+                f"another command changes the number of nodes of {state.deployment} right now"
+            ) from None
+        yield
 
 
 def forget_state(state: ClusterState) -> None:

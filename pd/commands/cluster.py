@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pd.commands.processes import ENDING, ignored, interrupted_by
+from pd.commands.processes import ENDING, handled, ignored, interrupted_by
 from pd.core.errors import SetupError, UsageError
 
 if TYPE_CHECKING:
@@ -196,20 +197,23 @@ def _clean_up(file: Path, state: ClusterState) -> None:
 def _scale(args: argparse.Namespace, state: ClusterState) -> int:
     """Change the number of nodes, and print the table of all."""
     from pd.cluster.scale import parse_wanted, scale
-    from pd.cluster.spec_file import check_environment, check_known_flags, load_spec
+    from pd.cluster.spec_file import check_known_flags, load_spec
     from pd.commands.servers import server_flags
 
     spec = load_spec(args.file)
     wanted = parse_wanted(args.nodes, spec)
     check_known_flags(spec, server_flags())
-    check_environment(spec)
-    with interrupted_by(*ENDING):
-        try:
-            running = scale(
-                spec, state, wanted, wait_seconds=args.wait, grace=args.grace, report=report
-            )
-        except KeyboardInterrupt:
-            return 130
+    cancelled = threading.Event()
+    with handled(lambda *_: cancelled.set(), *ENDING):
+        running = scale(
+            spec,
+            state,
+            wanted,
+            wait_seconds=args.wait,
+            grace=args.grace,
+            cancelled=cancelled,
+            report=report,
+        )
     return _print_status(running, {})
 
 

@@ -138,12 +138,12 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def ignored(*numbers: signal.Signals) -> AbstractContextManager[None]:
     """Ignore these signals for a while."""
-    return _handled(signal.SIG_IGN, numbers)
+    return handled(signal.SIG_IGN, *numbers)
 
 
 def interrupted_by(*numbers: signal.Signals) -> AbstractContextManager[None]:
     """Let these signals raise KeyboardInterrupt for a while."""
-    return _handled(_interrupt, numbers)
+    return handled(_interrupt, *numbers)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -151,7 +151,8 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 @contextlib.contextmanager
-def _handled(handler: Any, numbers: Sequence[signal.Signals]) -> Iterator[None]:
+def handled(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
+    """Handle these signals in another way for a while, as :func:`signal.signal` takes it."""
     before = [signal.signal(number, handler) for number in numbers]
     try:
         yield

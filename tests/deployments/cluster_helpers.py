@@ -130,6 +130,17 @@ def run(action: str, file: Path, *flags: str) -> tuple[int, str, str]:
     return *command.end(), command.log
 
 
+def table(out: str) -> list[list[str]]:
+    """Cells of what ``status`` prints, without the titles."""
+    return [line.split(maxsplit=6) for line in out.splitlines()[1:]]
+
+
+def pid_of(file: Path, name: str) -> int:
+    _, out, _ = run("status", file)
+    (pid,) = (int(row[5]) for row in table(out) if row[1] == name)
+    return pid
+
+
 def pids_with(token: str) -> list[int]:
     """Processes of a run."""
     wanted, found = f"{TOKEN_VARIABLE}={token}".encode(), []

@@ -286,7 +286,9 @@ def test_a_host_that_cannot_be_reached_is_named_with_the_reason(
 
 
 def test_a_directory_that_is_not_there_is_named(state: ClusterState) -> None:
-    _, problems = connect(state, threading.Condition(), directories={"here": "/nowhere"})
+    nowhere = msgspec.structs.replace(state.hosts["here"], directory="/nowhere")
+    state = msgspec.structs.replace(state, hosts={"here": nowhere})
+    _, problems = connect(state, threading.Condition())
     assert problems == {"here": "host here (this machine): the directory /nowhere is not there"}
 
 

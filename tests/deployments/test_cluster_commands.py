@@ -14,10 +14,12 @@ from cluster_helpers import (
     TOKENS,
     Command,
     foreign_process,
+    pid_of,
     pids_with,
     run,
     spec_of,
     state_of,
+    table,
     unified_layout,
     wait_gone,
     write,
@@ -49,17 +51,6 @@ def ask(url: str) -> Any:
     params = {"max_new_tokens": 4, "temperature": 0}
     body = {"input_ids": TOKENS, "sampling_params": params}
     return httpx.post(f"{url}/generate", json=body, timeout=60).raise_for_status().json()
-
-
-def table(out: str) -> list[list[str]]:
-    """Cells of what ``status`` prints, without the titles."""
-    return [line.split(maxsplit=6) for line in out.splitlines()[1:]]
-
-
-def pid_of(file: Path, name: str) -> int:
-    _, out, _ = run("status", file)
-    (pid,) = (int(row[5]) for row in table(out) if row[1] == name)
-    return pid
 
 
 def test_layouts_are_started_together_shown_and_stopped(tmp_path: Path) -> None:

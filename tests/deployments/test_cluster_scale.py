@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 import yaml
-from cluster_helpers import TOKENS, Command, run, spec_of, state_of, wait_gone, write
+from cluster_helpers import TOKENS, Command, pid_of, run, spec_of, state_of, wait_gone, write
 from processes import Stream, wait_until
+from tiny import tiny_model
 
 from pd.cluster.deployment import Deployment
 from pd.cluster.host import Host
@@ -20,8 +23,8 @@ from pd.cluster.protocol import ProcessState
 from pd.cluster.reach import Local
 from pd.cluster.scale import Wanted, _Scaling, parse_wanted
 from pd.cluster.spec_file import load_spec
-from pd.cluster.state import ClusterState, HostState
-from pd.core.errors import UsageError
+from pd.cluster.state import ClusterState, HostState, changing, create_state
+from pd.core.errors import SetupError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -138,8 +141,85 @@ def test_a_node_that_does_not_start_changes_nothing(file: Path) -> None:
     assert "ended with status 2" in log
     assert "--page-size must be one of" in log
     assert names(file) == before
+    # It stops everything a while after a node that it needs has ended.
+    time.sleep(4.0)
     assert up.process.poll() is None
     assert run("down", file)[0] == 0
+
+
+@pytest.mark.full
+def test_a_proxy_with_a_key_is_asked_with_it(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes run where the file says, too, so that a relative path is the same for all of them."""
+    (tmp_path / "model").symlink_to(tiny_model())
+    here = {"local": True, "directory": str(tmp_path)}
+    spec = split(pass_environment=["PD_API_KEY"]) | {"model": "model", "hosts": {"here": here}}
+    spec["proxy"]["listen"] = "0.0.0.0"
+    write(file, spec)
+    monkeypatch.setenv("PD_API_KEY", "a-secret-of-this-test")
+    up = Command("up", file, "--detach")
+    up.urls()
+    assert up.end()[0] == 0
+    assert run("scale", file, "decode=2")[0] == 0
+    monkeypatch.delenv("PD_API_KEY")
+    status, _, log = run("scale", file, "decode=1")
+    assert (status, "set PD_ADMIN_API_KEY" in log) == (1, True), log
+    assert len(names(file)) == 4
+    assert run("down", file)[0] == 0
+
+
+@pytest.mark.full
+def test_what_a_killed_command_has_left_is_ended_and_who_is_gone_is_replaced(file: Path) -> None:
+    up = Command("up", file, "--detach")
+    (url,) = up.urls().values()
+    assert up.end()[0] == 0
+    first = names(file)
+    killed = Command("scale", file, "decode=3")
+    wait_until(lambda: "decode-2" in killed.log, 30, lambda: killed.log)
+    killed.process.kill()
+    killed.process.wait()
+    os.kill(pid_of(file, "main-decode-0"), signal.SIGKILL)
+    status, _, log = run("scale", file, "decode=2")
+    assert status == 0, log
+    assert "main-decode-0 on host here is gone" in log
+    assert "main-decode-1 on host here was left behind" in log
+    more = {"main-decode-3", "main-decode-4"}
+    assert names(file) == first - {"main-decode-0"} | more
+    wait_until(lambda: uses(url) == 3, 30)
+    assert Stream(url, TOKENS, 5).join().succeeded()
+    assert run("down", file)[0] == 0
+
+
+def test_two_commands_do_not_change_a_deployment_at_once(tmp_path: Path) -> None:
+    state = ClusterState("spec-0", "run", {}, None)
+    create_state(state)
+    with (
+        changing(state),
+        pytest.raises(SetupError, match="another command changes the number of nodes"),
+        changing(state),
+    ):
+        pass
+    with changing(state):
+        pass
+
+
+def test_a_port_is_taken_on_its_own_host_only(tmp_path: Path) -> None:
+    groups = [{"role": "unified", "host": host, "ports": [30000]} for host in ("a", "b")]
+    plans = planned(loaded(tmp_path, *groups), [], "unified", 3)
+    assert [(plan.host, plan.settings.ports) for plan in plans] == [
+        ("a", [30000]),
+        ("b", [30000]),
+        ("a", []),
+    ]
+
+
+def test_a_node_goes_where_a_gpu_is_free(tmp_path: Path) -> None:
+    small = UNIFIED | {"devices": ["cuda:0"]}
+    large = {"role": "unified", "host": "b", "devices": ["cuda:0", "cuda:1"]}
+    running = [("a", "main-unified-0", "cuda:0"), ("b", "main-unified-1", "cuda:0")]
+    (plan,) = planned(loaded(tmp_path, small, large), running, "unified", 1)
+    assert (plan.host, plan.device) == ("b", "cuda:1")
 
 
 @pytest.mark.full
@@ -155,7 +235,7 @@ def test_a_proxy_with_an_administrators_key_is_asked_with_it(
     monkeypatch.setenv("PD_ADMIN_API_KEY", "another-key")
     status, _, log = run("scale", file, "decode=3")
     assert status == 1
-    assert "give the administrator's key in PD_ADMIN_API_KEY" in log
+    assert "set PD_ADMIN_API_KEY to it" in log
     assert "main-decode-3" not in names(file)
     status, _, log = run("down", file)
     assert status == 0
@@ -212,17 +292,20 @@ def test_the_layout_is_named_where_there_are_several(tmp_path: Path) -> None:
 def planned(
     spec: ClusterSpec, running: list[tuple[str, str, str]], role: Any, number: int
 ) -> list[NodePlan]:
-    """Plans of further nodes beside those that run, each with its host, name and device."""
+    """Plans of further nodes beside those that run, each with its host, name and devices."""
     changed = threading.Condition()
     hosts = {
         name: Host(name, Local(), "python3", host.public_address, changed)
         for name, host in spec.hosts.items()
     }
     for host, name, device in running:
-        hosts[host].processes[name] = ProcessState(name, 1, "main", name.split("-")[1], device)
+        hosts[host].processes[name] = ProcessState(
+            name, 1, "main", name.split("-")[1], device.split()
+        )
     known = {name: HostState(Local(), "python3", "10.0.0.1") for name in hosts}
     state = ClusterState("spec-0", "run", known, None)
-    scaling = _Scaling(spec, Deployment(state, changed, hosts, print), 1.0, 1.0)
+    running = Deployment(state, changed, hosts, print)
+    scaling = _Scaling(spec, running, 1.0, 1.0, threading.Event())
     plans: list[NodePlan] = []
     for _ in range(number):
         plans.append(scaling._plan(Wanted("main", role, 9), plans))
@@ -252,7 +335,7 @@ def test_a_gpu_has_one_node(tmp_path: Path) -> None:
 
 def test_a_node_of_two_ranks_takes_two_gpus(tmp_path: Path) -> None:
     group = UNIFIED | {"devices": ["cuda:0", "cuda:2"], "flags": {"tp-size": 2}}
-    running = [("a", "main-unified-0", "cuda:0")]
+    running = [("a", "main-unified-0", "cuda:0 cuda:1")]
     spec = loaded(tmp_path, group)
     assert [p.device for p in planned(spec, running, "unified", 1)] == ["cuda:2"]
     with pytest.raises(UsageError, match="has a node"):
