@@ -12,11 +12,12 @@ import pytest
 import xgrammar
 
 from pd.core.errors import InvalidRequestError
+from pd.core.grammar import Grammar
 from pd.proxy.reasoning import ReasoningTags
 from pd.proxy.tools.definitions import Function, read_tools
 from pd.proxy.tools.families import tool_family
 from pd.proxy.tools.reader import CallOptions
-from pd.proxy.tools.tags import UnfitError, grammar_of, text
+from pd.proxy.tools.tags import UnfitError, format_of, grammar_of, one_of, text
 
 if TYPE_CHECKING:
     from pd.proxy.tools.families import ToolFamily
@@ -211,3 +212,28 @@ def test_reasoning_goes_before() -> None:
         ("behind", [False, False, True, False, False]),
     ):
         assert accepts(tags.then(stage, text("yes")), *texts) == found  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("grammar", "right", "wrong"),
+    [
+        (Grammar("regex", "(ab)+|x"), "abab", "aba"),
+        (Grammar("ebnf", 'root ::= "a" rest\nrest ::= "b" rest | ""'), "abb", "ba"),
+        (Grammar("json_schema", '{"enum": [1]}'), "1", "2"),
+        (
+            Grammar("structural_tag", '{"format": {"type": "const_string", "value": "c"}}'),
+            "c",
+            "d",
+        ),
+    ],
+)
+def test_grammars_of_every_kind_come_behind_reasoning_and_beside_calls(
+    grammar: Grammar, right: str, wrong: str
+) -> None:
+    content = format_of(grammar)
+    behind = ReasoningTags("<think>", "</think>").then("inside", content)
+    texts = [f"hm</think>{each}" for each in (right, wrong)]
+    assert accepts(behind, *texts) == [True, False]
+    family, call, *_ = family_and_calls("hermes")
+    calls = family.form.calls(functions(ADD, {"name": "stop"}), several=True)
+    assert accepts(one_of(calls, content), right, call, wrong) == [True, True, False]

@@ -143,6 +143,28 @@ def test_a_grammar_begins_after_reasoning(model: Scripted) -> None:
     assert model.structural_tag(4)["elements"][1] == content
 
 
+@pytest.mark.parametrize(
+    ("field", "content"),
+    [
+        ({"guided_regex": "a+b"}, {"type": "regex", "pattern": "a+b"}),
+        ({"guided_choice": ["a"]}, {"type": "grammar", "grammar": 'root ::= "a"'}),
+        ({"guided_grammar": 'root ::= "a"'}, {"type": "grammar", "grammar": 'root ::= "a"'}),
+        # It is JSON, too, but no schema.
+        ({"structured_outputs": {"regex": "true"}}, {"type": "regex", "pattern": "true"}),
+    ],
+)
+def test_so_do_expressions_and_other_grammars(
+    model: Scripted, field: dict[str, Any], content: dict[str, Any]
+) -> None:
+    """Beside calls, too, which may come in their place."""
+    ask(model, "hm</think>x", extra_body=field | AT_ONCE)
+    assert model.structural_tag()["elements"][1] == content
+    model.ask("x", stream=False, extra_body=field | NO_THINKING)
+    calls, other = model.structural_tag(2)["elements"]
+    assert calls["type"] == "tags_with_separator"
+    assert other == content
+
+
 def test_so_do_required_calls(model: Scripted) -> None:
     text = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
     answer = model.ask(f"hm</think>\n\n{text}", tool_choice="required", extra_body=AT_ONCE)

@@ -71,7 +71,11 @@ def json_value(schema: object) -> Format:
 
 
 def format_of(grammar: Grammar) -> Format:
-    """The format of a response, of a JSON schema or a structural tag."""
+    """The format of a response."""
+    if grammar.kind == "regex":
+        return {"type": "regex", "pattern": grammar.text}
+    if grammar.kind == "ebnf":
+        return {"type": "grammar", "grammar": grammar.text}
     content = json.loads(grammar.text)
     return content["format"] if grammar.kind == "structural_tag" else json_value(content)
 
