@@ -39,7 +39,7 @@ from checkpoints import make_checkpoint  # noqa: E402
 from cluster import Cluster  # noqa: E402
 from failover_deployment import Answer  # noqa: E402
 from failover_hosts import is_whole, two_hosts  # noqa: E402
-from processes import Deployment, deployment, is_idle, wait_until  # noqa: E402
+from processes import LAUNCH, Deployment, deployment, is_idle, wait_until  # noqa: E402
 
 from pd.bench.report import write_report  # noqa: E402
 from pd.core.messages import HEARTBEAT_INTERVAL, LEASE_SECONDS  # noqa: E402
@@ -120,11 +120,13 @@ class Load:
     def _judge(self, case: Case, answer: Answer, took: float) -> None:
         output = answer.output_ids.get(0, [])
         error = answer.error
-        with self._lock:
-            if isinstance(error, dict) and error["type"] == "service_unavailable_error":
+        turned_away = isinstance(error, dict) and error["type"] == "service_unavailable_error"
+        if turned_away and not output:
+            with self._lock:
                 self.refused += 1
-                time.sleep(0.2)
-                return
+            time.sleep(0.2)
+            return
+        with self._lock:
             self.requests += 1
             self.seconds.append(took)
             self.wrong += output != case.expected[: len(output)]
@@ -208,6 +210,8 @@ def measure(
         "restarts": restart_all,
     }
     logs = Path(tempfile.mkdtemp(prefix="pd-failover-"))
+    # In tests, too, nodes take as long to come back as they do for users.
+    real = {"prefill_program": LAUNCH, "decode_program": LAUNCH}
     if phase == "cut links":
         cut_off = ["prefill", "decode"]
         with (
@@ -219,7 +223,7 @@ def measure(
             prefills = settle(url, load, nodes, rng)
     else:
         with (
-            deployment(model, logs, prefill=2, decode=2, proxy_flags=flags) as running,
+            deployment(model, logs, prefill=2, decode=2, proxy_flags=flags, **real) as running,
             under_load(running.proxy.url, cases, args.clients, rng) as load,
         ):
             acted = acts[phase](running)
