@@ -15,9 +15,16 @@ if TYPE_CHECKING:
 
 
 def node_load(
-    core: NodeCore, scheduler: CombinedScheduler, receiving: PromptReceiver | None
+    core: NodeCore,
+    scheduler: CombinedScheduler,
+    receiving: PromptReceiver | None,
+    under_way: float,
 ) -> NodeLoad | None:
-    """The load at present; None on a node that is not elastic. The caller holds the node's lock."""
+    """The load at present; None on a node that is not elastic. The caller holds the node's lock.
+
+    Args:
+        under_way: seconds until the step that computes prompts now is over.
+    """
     slices, prefill, decode = scheduler.slices, scheduler.prefill, scheduler.decode
     if core.costs is None or slices is None or prefill is None or decode is None:
         return None
@@ -33,7 +40,9 @@ def node_load(
     waiting = sum(len(each.prompt) for each in prefill.waiting if each.outgoing is None)
     tokens, pairs = prefill.uncached()
     cost = core.costs.cost
-    queue = cost.queue_seconds(tokens, pairs, slices.tokens(beside, queued=tokens), beside)
+    middle = int(pairs / tokens) if tokens else 0
+    chunk = slices.usual(beside, middle, tokens)
+    queue = under_way + cost.queue_seconds(tokens, pairs, chunk, beside)
     return NodeLoad(
         cost=cost,
         itl=min(slices.itl, MAX_SECONDS),

@@ -307,7 +307,9 @@ class Node:
             losses=self.proxies.losses(proxy),
             run_delay=RUN_DELAY.total,
             linked=None if self.receiving is None else self.receiving.linked(),
-            load=node_load(self.core, self.scheduler, self.receiving),
+            load=node_load(
+                self.core, self.scheduler, self.receiving, self.step_loop.prompt_seconds_left
+            ),
             answers=number,
             leaving=self._leaving,
             stuck=self.step_loop.stuck,

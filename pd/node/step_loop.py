@@ -102,6 +102,14 @@ class StepLoop(threading.Thread):
         return self.is_alive() and not (self._stopping or self._broken)
 
     @property
+    def prompt_seconds_left(self) -> float:
+        """Predicted seconds until the launched step is over, if it computes prompts. Any thread."""
+        launched = self._launched
+        if launched is None or not shape_of(launched.works).tokens:
+            return 0.0
+        return self._seconds_left(launched)
+
+    @property
     def broken(self) -> bool:
         """Whether nothing will be computed any more."""
         return self._broken

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from pd.core.step_cost import StepShape, slice_tokens
@@ -15,11 +16,27 @@ _MAX_MARKS = 64
 
 
 class _Sent(NamedTuple):
-    """Work that was sent to a node so far: seconds of prefill, streams, their tokens."""
+    """Streams that were sent to a node so far, and their tokens."""
 
-    seconds: float = 0.0
     streams: int = 0
     tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A prompt that was sent to a node.
+
+    Attributes:
+        beat: number of the last heartbeat before.
+        at: when it was sent, on the monotonic clock.
+        seconds: for which it keeps the node busy; below 0 for one that was asked back.
+        left: the same, but 0 once it is computed or not wanted any more.
+    """
+
+    beat: int
+    at: float
+    seconds: float
+    left: float
 
 
 class LoadEstimate:
@@ -35,6 +52,8 @@ class LoadEstimate:
         self.reported: NodeLoad | None = None
         self.promised = 0.0
         self._reported_at = 0.0
+        # Prompts that the report does not know of.
+        self._prompts: list[_Prompt] = []
         self._sent = _Sent()
         # What had been sent before the heartbeat that the report answers, and before later ones.
         self._known = _Sent()
@@ -57,20 +76,23 @@ class LoadEstimate:
     def heard(self, load: NodeLoad | None, answers: int) -> None:
         """Take the report that answers a heartbeat."""
         self.reported, self._reported_at = load, time.monotonic()
+        self._prompts = [prompt for prompt in self._prompts if prompt.beat >= answers]
         self._known = self._marks.get(answers, self._known)
         self._marks = {number: sent for number, sent in self._marks.items() if number > answers}
 
     def prompt_sent(self, seconds: float) -> int:
         """A prompt was sent there whose computation is expected to take so long, or (below 0) was
         asked back. Returns the number of the last heartbeat, for :meth:`prompt_over`."""
-        self._sent = self._sent._replace(seconds=self._sent.seconds + seconds)
+        self._prompts.append(_Prompt(self._beats, time.monotonic(), seconds, seconds))
         return self._beats
 
     def prompt_over(self, seconds: float, beat: int) -> None:
         """A prompt that was sent there is computed, or not wanted any more. One that a report has
         seen is in its time, which passes by itself."""
-        if beat == self._beats:
-            self._sent = self._sent._replace(seconds=self._sent.seconds - seconds)
+        for prompt in self._prompts:
+            if prompt.beat == beat and prompt.left == seconds:
+                prompt.left = 0.0
+                return
 
     def stream_sent(self, streams: int, tokens: int) -> None:
         """A request was sent there, or announced, that will be generated there, or (both below 0)
@@ -87,9 +109,15 @@ class LoadEstimate:
         """Seconds until the prompts that were sent there, or are promised, are computed."""
         if self.reported is None:
             return 0.0
-        left = self.reported.queue_seconds - (time.monotonic() - self._reported_at)
-        sent = self._sent.seconds - self._known.seconds
-        return max(0.0, max(0.0, left) + sent + self.promised)
+        # The node computes what it has while the clock runs, and no more than it has.
+        now, at, queue = time.monotonic(), self._reported_at, self.reported.queue_seconds
+        left = max(0.0, queue - (now - at))
+        for prompt in self._prompts:
+            then = max(prompt.at, at)
+            queue = max(0.0, max(0.0, queue - (then - at)) + prompt.seconds)
+            at, left = then, left + prompt.left
+        queue = max(0.0, queue - (now - at))
+        return max(0.0, min(queue, left) + self.promised)
 
     @property
     def decoding(self) -> StepShape:
@@ -113,6 +141,6 @@ class LoadEstimate:
         assert self.reported is not None
         report, beside = self.reported, self.reported.beside
         left = tokens - cached
-        queued = report.queued_tokens + left
-        chunk = slice_tokens(report.cost, report.itl, beside, cached, report.chunk, queued)
+        queued, middle = report.queued_tokens + left, cached + left // 2
+        chunk = slice_tokens(report.cost, report.itl, beside, middle, report.chunk, queued)
         return report.cost.prefill_seconds(cached, left, chunk, beside)

@@ -41,6 +41,8 @@ _FULL_STEP = 2048
 # But where more waits, a step is this part of it: it ends earlier than all of it, and hardly less
 # is computed per second.
 _STEPS_OF_QUEUE = 8
+# A prompt does not wait for another of which more than so many times as much is left.
+_SHORTER = 2
 
 
 @dataclass(slots=True)
@@ -221,7 +223,10 @@ class PrefillScheduler:
         """Position of the first token of the prompt that is computed next, as far as that is
         known."""
         oldest = next((request for request in self.running if self._left(request)), None)
-        return 0 if oldest is None else len(oldest.prompt) - self._left(oldest)
+        if oldest is not None:
+            return len(oldest.prompt) - self._left(oldest)
+        first = next(self.waiting.candidates(), None)
+        return 0 if first is None else self._cached_on_arrival(first)
 
     def ending(self) -> Iterator[Request]:
         """Requests whose last chunk is under way."""
@@ -234,8 +239,10 @@ class PrefillScheduler:
         order of admission, so that none waits for all of a long one. But the oldest prompt keeps
         half of the budget, so that all get on, and long ones get whatever is left.
 
-        Long prompts run one after the other: two at a time would end no sooner, and hold pages
-        meanwhile. Only a prompt that was overtaken too often does not wait for that.
+        Long prompts run one after the other: two of a length would end no sooner, and hold pages
+        meanwhile. But one that has less than half of what is left of each that runs goes beside
+        them, and first. So few run at a time, since each halves what the next may have, and the
+        oldest gets on meanwhile. A prompt that was overtaken too often waits for none.
 
         A step in which a prompt ends is no longer than it must be to make full use of a GPU, unless
         many tokens wait: the first token comes when the whole step is done.
@@ -252,7 +259,7 @@ class PrefillScheduler:
             else:
                 self._chunk(request, step)
         self._admit_waiting(step, max_running, long)
-        for request in long:
+        for request in sorted(long, key=self._left):
             self._chunk(request, step)
         return step.works
 
@@ -266,6 +273,10 @@ class PrefillScheduler:
         """Whether a prompt of which so many tokens are left needs all of a step and more."""
         return left > budget <= self._limit(request)
 
+    def _is_far_shorter(self, left: int, long: list[Request]) -> bool:
+        """Whether a prompt of which so many tokens are left may run beside long ones."""
+        return all(_SHORTER * left < self._left(other) for other in long)
+
     def _admit_waiting(self, step: _Step, max_running: int, long: list[Request]) -> None:
         """Admit prompts that fit and may run now. Long ones are appended to ``long`` and get their
         chunk when all short ones have theirs."""
@@ -278,8 +289,10 @@ class PrefillScheduler:
                 return
             if step.left <= 0:
                 return
-            is_long = self._waits_long(request, step.budget, look=number < WINDOW)
-            if is_long and long and not self.waiting.is_overdue(request):
+            left = self._left_of_waiting(request, step.budget, look=number < WINDOW)
+            is_long = self._is_long(request, left, step.budget)
+            waits = is_long and bool(long) and not self._is_far_shorter(left, long)
+            if waits and not self.waiting.is_overdue(request):
                 owed.append(request)  # its turn comes, since the one that runs gets on
                 continue
             leaves = self._leaves(request)
@@ -323,12 +336,12 @@ class PrefillScheduler:
                 return True
         return False
 
-    def _waits_long(self, request: Request, budget: int, *, look: bool) -> bool:
-        """Whether a waiting prompt is long; ``look``: also where that depends on what is cached."""
+    def _left_of_waiting(self, request: Request, budget: int, *, look: bool) -> int:
+        """Tokens of a waiting prompt, with ``look`` those that are not cached if it is long."""
         length = len(request.prompt)
         if look and self._is_long(request, length, budget):
             length -= self._memory.cached(request.sequence, reusable_tokens(request))
-        return self._is_long(request, length, budget)
+        return length
 
     def _admit(self, request: Request, leaves: bool) -> bool:
         """Lock the cached prefix and secure pages for the whole prompt, or change nothing."""

@@ -64,6 +64,10 @@ class PromptSlices:
         """Seconds from now within which an answer would come during the next step."""
         return self.itl + _EARLY_SECONDS
 
+    def usual(self, decoding: StepShape, start: int, queued: int | None) -> int:
+        """Prompt tokens of steps beside these answers. For the arguments see :meth:`tokens`."""
+        return slice_tokens(self._costs.cost, self.itl, decoding, start, self._most, queued)
+
     def tokens(
         self,
         decoding: StepShape,
@@ -83,7 +87,7 @@ class PromptSlices:
             joins: whether an answer is expected in this step, or continues here for the first time.
         """
         cost, least = self._costs.cost, min(LEAST_SLICE, self._most)
-        usual = slice_tokens(cost, self.itl, decoding, start, self._most, queued)
+        usual = self.usual(decoding, start, queued)
         if joins and self._shortened < _MOST_SHORTENED:
             self._shortened += 1
             shorter = cost.largest_chunk(_JOINING_SHARE * self.itl, start, decoding, usual)

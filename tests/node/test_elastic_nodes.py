@@ -320,7 +320,8 @@ def test_the_heartbeat_reports_what_requests_would_meet(cluster: Cluster) -> Non
             for prompt in random_prompts(71, [200, 100]):
                 decode.node.scheduler.prefill.add(make_request(prompt))
             decode.node.scheduler.prefill.add(make_request([*range(8), 99, 99]))
-            waiting = node_load(decode.node.core, decode.node.scheduler, decode.node.receiving)
+            node = decode.node
+            waiting = node_load(node.core, node.scheduler, node.receiving, 0.0)
             for request in list(decode.node.scheduler.prefill.waiting):
                 decode.node.scheduler.prefill.remove(request)
         assert waiting is not None

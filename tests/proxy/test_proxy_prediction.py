@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -11,6 +12,7 @@ from elastic_workers import COST, ITL, report, worker
 
 from pd.core.node_load import NodeLoad
 from pd.core.step_cost import StepShape
+from pd.proxy import load_estimate
 from pd.proxy.policies import CacheAware, Prompt
 from pd.proxy.prediction import Demand, Predictor
 from pd.proxy.routing import Router
@@ -113,6 +115,16 @@ def test_answers_that_ended_since_the_last_report_do_not_count() -> None:
     assert load.decoding == StepShape(), "never below none"
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The time that loads are estimated at; it stands still."""
+    stopped = SimpleNamespace(now=100.0)
+    stopped.monotonic = lambda: stopped.now
+    monkeypatch.setattr(load_estimate, "time", stopped)
+    return stopped
+
+
+@pytest.mark.usefixtures("clock")
 def test_a_prompt_that_is_computed_before_the_next_report_leaves_no_queue() -> None:
     node = worker("unified", "u")
     load, wanted = node.load, demand()
@@ -125,13 +137,39 @@ def test_a_prompt_that_is_computed_before_the_next_report_leaves_no_queue() -> N
     assert load.queue_seconds == pytest.approx(0.5), "nothing is taken off twice"
 
 
-def test_a_prompt_that_a_report_has_seen_passes_with_time() -> None:
+def test_prompts_pass_with_time(clock: SimpleNamespace) -> None:
+    """One after the other, whether a report has seen them or not."""
+    load = worker("unified", "u").load
+    reported = load.reported
+    assert reported is not None
+    load.prompt_sent(0.3)
+    clock.now += 0.1
+    assert load.queue_seconds == pytest.approx(0.2)
+    second = load.prompt_sent(0.4)
+    assert load.queue_seconds == pytest.approx(0.6)
+    number = load.beat()
+    clock.now += 0.25
+    load.prompt_sent(0.5)
+    assert load.queue_seconds == pytest.approx(0.85)
+    load.prompt_over(0.4, second)  # given up
+    load.heard(msgspec.structs.replace(reported, queue_seconds=0.2), number)
+    assert load.queue_seconds == pytest.approx(0.7)
+    clock.now += 0.6
+    assert load.queue_seconds == pytest.approx(0.1)
+    # Idle in between, the node does not compute what comes later beforehand.
+    clock.now += 5.0
+    load.prompt_sent(0.3)
+    assert load.queue_seconds == pytest.approx(0.3)
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_prompt_that_is_over_is_in_no_queue_until_a_report_counts_it() -> None:
     node = worker("unified", "u")
     load, wanted = node.load, demand()
     sent = router([node]).route("m", wanted).sent(wanted)
     number = load.beat()
     sent.prompt_over()
-    assert load.queue_seconds == pytest.approx(sent.seconds), "the report may count it"
+    assert load.queue_seconds == 0.0
     load.heard(load.reported, number)
     assert load.queue_seconds == 0.0
 
@@ -233,6 +271,7 @@ def test_off_leaves_elastic_nodes_to_their_roles() -> None:
     assert Router(CacheAware(), nodes).route("m", demand()).first.instance_id == "d"
 
 
+@pytest.mark.usefixtures("clock")
 def test_a_report_counts_only_what_was_sent_after_its_heartbeat() -> None:
     load = worker("prefill", "p").load
     first = load.beat()

@@ -280,7 +280,10 @@ def test_prompts_get_on_where_answers_join_in_every_step() -> None:
     chosen.wanted = 0.02
     decoding = StepShape(streams=20, context=40_000)
     usual = chosen.tokens(decoding)
-    found = [chosen.tokens(decoding, joins=True) for _ in range(10)]
+    found = []
+    for _ in range(10):
+        found.append(chosen.tokens(decoding, joins=True))
+        chosen.usual(decoding, 0, None)  # a heartbeat reports it meanwhile
     assert [tokens == usual for tokens in found] == 2 * [False, False, False, False, True]
     assert min(found) >= 64
 

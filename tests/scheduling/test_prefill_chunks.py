@@ -167,6 +167,34 @@ def test_long_prompts_run_one_after_the_other_and_hold_no_pages_before() -> None
     assert ranges(bench.step()) == [(1, 190, 250), (2, 0, 40)]
 
 
+def test_a_far_shorter_long_prompt_goes_beside_a_longer_one() -> None:
+    """And before it, but for the half that the oldest keeps; those of a length wait."""
+    bench = PrefillBench(budget=100, pages=4096)
+    bench.add([1] * 2000)
+    assert ranges(bench.step()) == [(1, 0, 100)]
+    bench.add([2] * 960)
+    bench.add([3] * 300)
+    bench.add([4] * 300)
+    # 1,900 tokens of the first are left: half of it is more than 300, and less than 960.
+    assert ranges(bench.step()) == [(3, 0, 50), (1, 100, 150)]
+    for start in range(50, 250, 50):
+        assert ranges(bench.step()) == [(3, start, start + 50), (1, 100 + start, 150 + start)]
+    assert ranges(bench.step()) == [(3, 250, 300), (1, 350, 400)]
+    assert ranges(bench.step()) == [(4, 0, 50), (1, 400, 450)]
+
+
+def test_few_long_prompts_hold_pages_at_a_time() -> None:
+    bench = PrefillBench(budget=100, pages=1 << 14)
+    for number in range(32):
+        bench.add([number + 1] * (4000 - 120 * number))
+    most = 0
+    while bench.scheduler.running or len(bench.scheduler.waiting):
+        bench.step()
+        most = max(most, len(bench.scheduler.running))
+    # 4,000, fewer than 2,000, fewer than 1,000 and so on, down to 280.
+    assert 2 <= most <= 6
+
+
 def test_a_long_prompt_that_was_overtaken_too_often_is_admitted_beside_another() -> None:
     bench = PrefillBench(budget=100, pages=2048, max_overtakes=2)
     bench.add([1] * 1000)
