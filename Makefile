@@ -8,7 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # (tests/conftest.py).
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 # Of make test-all, whose tests wait for other processes much of the time.
-MATRICES := -n 3 --dist loadfile --no-loadscope-reorder
+MATRICES := -n 4 --dist loadfile --no-loadscope-reorder
 # What make test-all runs with elastic nodes, too: parity, reuse, load, faults and failover.
 ELASTIC = $(addprefix tests/e2e/test_,parity.py serving.py load.py faults.py failover.py)
 # What make test-all runs with two processes of every proxy, too, less what is marked one_process.
