@@ -383,14 +383,15 @@ class WorkerPool:
         own = worker.info
         if not worker.receives or own is None:
             return {}
-        found = {
-            other.instance_id: other.info.endpoints.bootstrap
+        # No more of many nodes are compared than are met.
+        found = (
+            (other.instance_id, other.info.endpoints.bootstrap)
             for other in self.workers
             if other is not worker and other.ready and other.info is not None
             if other.sends
             if other.info.endpoints.bootstrap and other.info.difference(own) is None
-        }
-        return dict(itertools.islice(found.items(), MAX_MEETINGS))
+        )
+        return dict(itertools.islice(found, MAX_MEETINGS))
 
     async def wait_linked(self) -> None:
         """Return when the decode nodes have made their links to the prefill nodes that are there,

@@ -8,7 +8,7 @@ from pd.core.node_load import MAX_SECONDS
 from pd.core.step_cost import LEAST_SLICE, StepShape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from pd.proxy.policies import Prompt
     from pd.proxy.worker import Worker
@@ -185,7 +185,8 @@ class Predictor:
             fastest = min(joined, key=lambda second: second.step)
             joined = [second.compared_with(fastest) for second in joined]
         joined.sort(key=_by_second)
-        found = [choice for first in ranked for choice in _choices(first, joined, demand, fit)]
+        own = {second.worker: second for second in joined}
+        found = [choice for first in ranked for choice in _choices(first, joined, own, demand, fit)]
         if not found:
             return None
         least = min(choice.misses for choice in found)
@@ -277,22 +278,23 @@ class Predictor:
 def _choices(
     first: _First,
     seconds: Sequence[_Second],
+    by_worker: Mapping[Worker, _Second],
     demand: Demand,
     fit: Callable[[Worker, Worker], bool],
 ) -> Iterator[Predicted]:
     """Yield the choices with ``first``: the whole request there, and the best other node for the
-    answers."""
+    answers. ``by_worker`` has the same ``seconds``, whose order is that of preference."""
     worker = first.worker
     if not seconds:
         yield first.with_decode(worker, first.misses)
-    others = True
+    own = by_worker.get(worker)
+    if own is not None:
+        yield first.with_decode(worker, first.misses + own.misses, is_slow=own.is_slow)
     for second in seconds:
-        other, misses = second.worker, first.misses + second.misses
-        if other is worker:
-            yield first.with_decode(worker, misses, is_slow=second.is_slow)
-        elif others and _may_travel(worker, other, demand) and fit(worker, other):
-            yield first.with_decode(other, misses, is_slow=second.is_slow)
-            others = False
+        other = second.worker
+        if other is not worker and _may_travel(worker, other, demand) and fit(worker, other):
+            yield first.with_decode(other, first.misses + second.misses, is_slow=second.is_slow)
+            return
 
 
 _RANKS = {"decode": 0, "unified": 1, "prefill": 2}
