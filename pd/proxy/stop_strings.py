@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,8 +33,12 @@ class StopSearch:
         # Made when the text first has one of these characters.
         self._labels: list[str] = []
 
-    def advance(self, state: int, text: str, *, may_match: bool) -> _Place:
-        """Read ``text`` in a state, which is 0 at the beginning, up to the end of a stop string."""
+    def advance(self, state: int, text: str, *, may_match: bool) -> tuple[int, int, int, int]:
+        """Read ``text`` in a state, which is 0 at the beginning, up to the end of a stop string.
+
+        Returns the new state, how many characters at the end may begin a stop string, how many of
+        ``text`` were read, and the length of the stop string that ends there (0 if none does).
+        """
         if not self._labels:
             self._build()
         labels, firsts, matches = self._labels, self.firsts, self._matches
@@ -47,10 +51,10 @@ class StopSearch:
                 continue
             if length := matches[state]:
                 if may_match:
-                    return _Place(0, 0, end, length)
+                    return 0, 0, end, length
                 while state and self._is_leaf(state):
                     state = self._fails[state]
-        return _Place(state, self._depths[state], len(text), 0)
+        return state, self._depths[state], len(text), 0
 
     def _next(self, state: int, char: str) -> int:
         labels, branches = self._labels, self._branches
@@ -111,21 +115,6 @@ class StopSearch:
         chain = ((label, state + 1),) if label else ()
         others = self._branches.get(state)
         return (*chain, *others.items()) if others else chain
-
-
-class _Place(NamedTuple):
-    """Where a search has come to.
-
-    Attributes:
-        state, depth: the state, and how many characters at the text's end may begin a stop string.
-        end: characters of the piece that were read.
-        length: of the stop string that ends there; 0 if none does.
-    """
-
-    state: int
-    depth: int
-    end: int
-    length: int
 
 
 class StopMatcher:
