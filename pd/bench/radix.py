@@ -10,7 +10,6 @@ else ran there. Elsewhere nothing is judged, and the exit status is 0 whatever w
 from __future__ import annotations
 
 import gc
-import json
 import os
 import random
 import shlex
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pd.bench.load.datasets.jsonl import read_rows
 from pd.bench.report import add_output, check_output, describe_machine, write_report
 from pd.core.errors import UsageError
 from pd.radix import EVICTION_POLICIES, IntArray, RadixCache
@@ -287,12 +287,11 @@ def expand(trace: Path) -> list[IntArray]:
     """The prompts of a trace as tokens: a distinct block of 512 for each hash id, the last cut."""
     block = arange(TRACE_BLOCK)
     prompts = []
-    with trace.open() as lines:
-        for line in lines:
-            row = json.loads(line)
-            ids = np.array(row["hash_ids"], dtype=np.int32)
-            tokens = (ids[:, None] * TRACE_BLOCK + block).ravel()
-            prompts.append(tokens[: row["input_length"]])
+    numbers: dict[int, int] = {}  # ids may have 63 bits
+    for _, row in read_rows(trace, is_recorded=True):
+        ids = [numbers.setdefault(hash_id, len(numbers)) for hash_id in row["hash_ids"]]
+        starts = np.array(ids, dtype=np.int32) * TRACE_BLOCK
+        prompts.append((starts[:, None] + block).ravel()[: row["input_length"]])
     return prompts
 
 

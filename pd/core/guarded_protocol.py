@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     import uvicorn
     from starlette.types import ASGIApp, Receive, Scope, Send
+    from uvicorn._types import ASGI3Application
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
     from uvicorn.server import ServerState
 
@@ -108,12 +109,35 @@ class GuardedProtocol(HttpToolsProtocol):
         self._head_since: float | None = time.monotonic()
         self._body_since: float | None = None
         self._problem = ""
+        # The request that is being answered, and the one whose body is coming. uvicorn's ``cycle``
+        # is the newest, which may wait for the answers to others.
+        self._answered: RequestResponseCycle | None = None
+        self._incoming: RequestResponseCycle | None = None
+        # What comes is not read any more.
+        self._has_refused = False
 
     def refuse(self, status: int, reason: str, message: str) -> None:
-        """Close, with an answer unless another one is being sent."""
+        """Take no more requests. The one that comes is answered so and the connection is closed; if
+        others go before it, the connection is closed after their answers."""
+        if self._has_refused:
+            return
+        self._has_refused = True
+        answered, incoming = self._answered, self._incoming
+        if self._is_answering and incoming is not answered:
+            self._close_after_answers()
+            return
         if not self._is_answering or not self.cycle.response_started:
             self.transport.write(refusal(status, reason, message))
         self.transport.close()
+
+    def _close_after_answers(self) -> None:
+        """Have the connection closed when the requests that came whole are answered."""
+        assert self._answered is not None
+        if self._incoming is not None:
+            self.pipeline.popleft()
+        self.cycle = self.pipeline[0][0] if self.pipeline else self._answered
+        self.cycle.keep_alive = False
+        self._incoming = self._head_since = self._body_since = None
 
     def sweep(self, now: float) -> None:
         """End the connection if it is late with a head or a body, or with reading."""
@@ -142,7 +166,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     @property
     def _is_answering(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
+        return self._answered is not None and not self._answered.response_complete
 
     @property
     def unread_bytes(self) -> int:
@@ -167,9 +191,15 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        for cycle in (self._answered, *(waiting for waiting, _ in self.pipeline)):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
         self._listener.lost(self)
 
     def data_received(self, data: bytes) -> None:
+        if self._has_refused:
+            return
         if self._head_since is None and self._body_since is None:
             self._head_since = time.monotonic()
         self._head_bytes += len(data)
@@ -215,19 +245,27 @@ class GuardedProtocol(HttpToolsProtocol):
         if self.cycle is not None and self.cycle is not before:
             # The application has not begun yet.
             self.scope["state"]["body_writer"] = BodyWriter(self, self.cycle)
+            self._incoming = self.cycle
+            if self.cycle is not self._answered:
+                # uvicorn has stopped reading, but then nobody would learn that the client leaves.
+                self.flow.resume_reading()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
         if self._body_bytes > self._limits.body_bytes:
+            what = f"the body has more than {self._limits.body_bytes} bytes"
             if not self.transport.is_closing():
-                what = f"the body has more than {self._limits.body_bytes} bytes"
                 self.refuse(413, "Content Too Large", what)
-            return
+            raise ValueError(what)  # so that the parser stops
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self._body_since, self._head_bytes = None, 0
+        self._incoming, self._body_since, self._head_bytes = None, None, 0
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

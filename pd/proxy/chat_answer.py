@@ -18,7 +18,8 @@ class ChatAnswer:
         self._parser = None if plan.new_parser is None else plan.new_parser()
         self._calls_end = plan.calls_end
         self._calls = 0
-        self._reasoning, self._held = plan.reasoning, ""
+        self._reasoning = plan.reasoning
+        self._held: list[str] = []
 
     @property
     def ended_by_calls(self) -> bool:
@@ -69,11 +70,11 @@ class ChatAnswer:
         """The events but for reasoning, which comes before all others if it is wanted as a
         whole."""
         if self._reasoning == "whole":
-            self._held += "".join(e.text for e in events if isinstance(e, Reasoning))
+            self._held += [e.text for e in events if isinstance(e, Reasoning)]
         others: list[Event] = [event for event in events if not isinstance(event, Reasoning)]
         if self._held and (others or is_last):
-            held, self._held = self._held, ""
-            return [Reasoning(held), *others]
+            held, self._held = self._held, []
+            return [Reasoning("".join(held)), *others]
         return others
 
     def _delta(self, event: Event) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def _prepare(asked: ChatRequest, rid: str, model: ModelView) -> tuple[Spec, Outp
             asked, model, len(ids), asked.wanted_tokens, None, grammar=plan.grammar
         ),
         text_model=text,
-        stop=asked.stop,
+        stop=asked.stop_search,
         namespace=asked.cache_salt,
         priority=asked.priority,
         stream_interval=asked.stream_interval or model.stream_interval,

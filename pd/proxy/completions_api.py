@@ -81,7 +81,7 @@ def _prepare(
                 asked, model, len(ids), max_tokens, COMPLETION_TOKENS
             ),
             text_model=model.text,
-            stop=asked.stop,
+            stop=asked.stop_search,
             namespace=asked.cache_salt,
             priority=asked.priority,
             stream_interval=asked.stream_interval or model.stream_interval,

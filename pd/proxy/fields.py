@@ -177,8 +177,10 @@ def _check_stop(value: object) -> tuple[str, ...]:
         raise mismatch(_TEXT, value)
     if len(stops) > MAX_STOP_STRINGS:
         raise mismatch(f"at most {MAX_STOP_STRINGS} strings", value)
-    if any(not 0 < len(stop) <= MAX_STOP_CHARACTERS for stop in stops):
-        raise mismatch(f"strings of 1 to {MAX_STOP_CHARACTERS} characters", value)
+    if "" in stops:
+        raise problem("may not contain an empty string")
+    if (size := sum(map(len, stops))) > MAX_STOP_CHARACTERS:
+        raise problem(f"must have at most {MAX_STOP_CHARACTERS} characters in all, not {size}")
     return tuple(stops)
 
 

@@ -123,7 +123,7 @@ def _spec(asked: GenerateRequest, prompt: _Prompt, model: ModelView) -> Spec:
         token_ids=ids,
         params=native_params(arguments, limits.vocab_size),
         text_model=model.text,
-        stop=sampling.stop,
+        stop=sampling.stop_search,
         namespace=asked.cache_salt,
         priority=asked.priority,
         stream_interval=sampling.stream_interval or model.stream_interval,

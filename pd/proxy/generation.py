@@ -11,7 +11,7 @@ from msgspec.structs import astuple
 from pd.core.errors import NodeFailedError
 from pd.core.messages import Stages
 from pd.proxy.positions import TokenMerger
-from pd.proxy.stop_strings import StopMatcher
+from pd.proxy.stop_strings import StopMatcher, StopSearch
 from pd.proxy.tokenizer import new_detokenizer
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 # About how many bytes of JSON a token is, and each log probability.
 TOKEN_BYTES = 64
+NO_STOPS = StopSearch(())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,7 @@ class Spec:
     token_ids: IntArray
     params: SamplingParams
     text_model: TextModel | None
-    stop: tuple[str, ...] = ()
+    stop: StopSearch = NO_STOPS
     namespace: str = ""
     priority: int = 0
     stream_interval: int = 1

@@ -96,11 +96,15 @@ class RequestTrace:
         self._thread.join(timeout)
 
     def _write(self) -> None:
+        before = b""
         while (ended := self._rows.get()) is not None:
-            line = json.dumps(self._row(ended)).encode() + b"\n"
+            line = before + json.dumps(self._row(ended)).encode() + b"\n"
             try:
                 # One call, so that rows of several processes do not mix.
-                if self._file.write(line) < len(line):
+                written = self._file.write(line)
+                # What there is of a row that is torn is a line of its own.
+                before = b"" if written == len(line) else b"\n"
+                if before:
                     raise OSError(0, "the disk took a part of it")
             except OSError as error:
                 self._seldom.warn(f"--trace-requests: a row is lost: {error.strerror}")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from proxy_tokenizers import BYTE_FALLBACKS, KINDS, byte_fallback, byte_level
 
 from pd.proxy.detokenizer import NoDetokenizer, TokenTable
-from pd.proxy.stop_strings import StopMatcher
+from pd.proxy.stop_strings import StopMatcher, StopSearch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -123,7 +123,8 @@ def test_only_bytes_that_belong_to_no_character_become_replacement_characters() 
 
 
 def test_a_stop_string_of_byte_tokens_matches_on_the_token_that_completes_it() -> None:
-    detokenizer, stops = table(byte_fallback).detokenizer(True), StopMatcher(["\n\n"])
+    detokenizer = table(byte_fallback).detokenizer(True)
+    stops = StopMatcher(StopSearch(["\n\n"]))
     the = table(byte_fallback).tokenizer.token_to_id("▁the")
     assert [stops.push(detokenizer.push(i)) for i in (the, 13, 13)] == ["the", "", ""]
     assert stops.matched == "\n\n"

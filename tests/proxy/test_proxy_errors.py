@@ -138,7 +138,12 @@ BAD_REQUESTS: list[tuple[tuple[str, Any], str, str | None]] = [
     (completion(logit_bias={"5": 101}), "logit_bias", "logit_bias"),
     (completion(logit_bias={"1000": 1}), "outside the vocabulary of 1000", "logit_bias"),
     (completion(stop_token_ids=[1000]), "outside the vocabulary of 1000", "stop_token_ids"),
-    (completion(stop=[""]), "1 to", "stop"),
+    (completion(stop=[""]), "empty string", "stop"),
+    (
+        completion(stop=["x" * 4000, "y" * 97]),
+        "stop must have at most 4096 characters in all, not 4097",
+        "stop",
+    ),
     (completion(stop=["x"] * 65), "at most 64", "stop"),
     (completion(timeout=0), "timeout", "timeout"),
     (completion(priority=1 << 40), "priority", "priority"),

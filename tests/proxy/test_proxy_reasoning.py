@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,8 +11,12 @@ from test_proxy_tools import ASKED, BOTH, CITIES, CLOCK, WEATHER, Scripted, call
 from tool_models import MISTRAL, PLAIN, QWEN
 
 from pd.core.errors import InvalidRequestError
+from pd.proxy.chat_answer import ChatAnswer
+from pd.proxy.chat_output import OutputPlan
 from pd.proxy.chat_template import MAX_PROMPT_CHARACTERS, ChatTemplate
-from pd.proxy.reasoning import ReasoningTags, reasoning_tags
+from pd.proxy.generation import Delta
+from pd.proxy.grammar_fields import GrammarFields
+from pd.proxy.reasoning import ReasoningParser, ReasoningTags, reasoning_tags
 from pd.proxy.requests.chat import ChatRequest
 
 if TYPE_CHECKING:
@@ -18,6 +24,7 @@ if TYPE_CHECKING:
 
     from proxy_cluster import Cluster
 
+THINK = ReasoningTags("<think>", "</think>")
 THOUGHT = "<think>\nhm, <b>?\n</think>\n\nYes."
 AT_ONCE = {"chat_template_kwargs": {"thinks_at_once": True}}
 NO_THINKING = {"chat_template_kwargs": {"enable_thinking": False}}
@@ -234,3 +241,19 @@ def test_flags_leave_everything_in_the_text(cluster: Cluster, tmp_path: Path) ->
     model = Scripted(cluster, tmp_path, QWEN, reasoning_parser="none", tool_call_parser="none")
     assert ask(model, THOUGHT) == ("", THOUGHT)
     assert "--tool-call-parser" in model.refused(tools=[WEATHER, CLOCK])
+
+
+def test_reasoning_that_is_held_until_it_is_whole_costs_no_more_per_token_when_it_is_long() -> None:
+    new_parser = partial(ReasoningParser, THINK, "inside", verbatim=False)
+    plan = OutputPlan(
+        None, GrammarFields.of("response_format"), new_parser=new_parser, reasoning="whole"
+    )
+    answer, part, count = ChatAnswer(plan), "hm" * 100, 20_000
+    delta = Delta(part, [], [], None, first=False, total=0, pieces=0)
+    began = time.process_time()
+    for _ in range(count):
+        assert answer.deltas(delta) == [{"content": ""}]
+    found = answer.deltas(delta._replace(text="</think>Yes."))
+    assert time.process_time() - began < 2.0
+    assert [each.get("content") for each in found] == [None, "Yes."]
+    assert found[0]["reasoning"] == part * count

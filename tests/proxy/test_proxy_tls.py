@@ -516,3 +516,32 @@ def test_a_deployment_asks_its_proxy_whatever_names_the_certificate_has(
         fetch(FetchUrl(page))
     # The host knows its proxy by an address for which the certificate may not be.
     assert public_url(url.replace("127.0.0.1", "0.0.0.0"), "10.0.0.1").startswith("https://10.0.")
+
+
+def test_who_leaves_is_missed_although_there_is_a_request_behind_the_running_one(
+    cluster: Cluster, serve: Callable[..., ProxyThread], raw: RawClient
+) -> None:
+    node = cluster.node("unified", auto=False)
+    sock = raw.shake_hands(serve(), post(STREAM) + HEALTH)
+    request = node.wait_generate()
+    node.say(request, [7])
+    data = b""
+    while b"[7]" not in data:
+        data += sock.recv(1 << 16)
+    sock.close()
+    node.wait_abort(request.room)
+
+
+def test_a_malformed_request_leaves_the_running_stream_alone(
+    cluster: Cluster, serve: Callable[..., ProxyThread], raw: RawClient
+) -> None:
+    node = cluster.node("unified", auto=False)
+    sock = raw.shake_hands(serve(), post(STREAM) + b"nonsense\r\n\r\n")
+    request = node.wait_generate()
+    node.say(request, [7])
+    time.sleep(0.2)
+    node.say(request, [8], position=1, finish=Finish("length"))
+    data = read_all(sock)
+    assert data.count(b"HTTP/1.1 ") == 1
+    assert data.endswith(b"0\r\n\r\n")
+    assert b"[DONE]" in data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -99,6 +100,32 @@ def test_a_disk_that_stands_still_costs_rows_and_holds_nobody_up(
     goes_on.set()
     trace.close()
     assert [json.loads(line)["input_length"] for line in written] == [6]
+
+
+def test_a_row_that_is_torn_on_a_full_disk_leaves_those_behind_it_whole(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "trace"
+    trace = request_trace.RequestTrace(path, 0.0)
+    file = trace._file
+    room = iter([None, 30, 1, 0, None, None])
+
+    def write(line: bytes) -> int:
+        size = next(room)
+        if size == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return file.write(line[:size])
+
+    trace._file = SimpleNamespace(write=write, close=file.close)  # type: ignore[assignment]
+    choices = [SimpleNamespace(output_ids=[1, 2])]
+    for size in range(1, 7):
+        spec = SimpleNamespace(token_ids=np.zeros(size, np.int32), namespace="")
+        ended: Any = SimpleNamespace(spec=spec, created=1.0, choices=choices)
+        trace.ended(ended)
+    trace.close()
+    assert "a row is lost: the disk took a part of it" in caplog.text
+    assert [row.input_length for row in read_window(path, (0, 3600))] == [1, 5, 6]
+    assert "1 line is no JSON" in caplog.text
 
 
 @pytest.mark.one_process("no process of the proxy starts")

@@ -385,3 +385,124 @@ raise_file_limit()
 assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ---- several requests on one connection
+
+
+def post(body: dict[str, Any]) -> bytes:
+    head, _, _ = HALF_A_BODY.partition(b"{")
+    data = json.dumps(body).encode()
+    return head.replace(b"1000", str(len(data)).encode()) + data
+
+
+def read_until(connection: socket.socket, mark: bytes) -> bytes:
+    data = b""
+    while mark not in data:
+        part = connection.recv(65536)
+        assert part, data
+        data += part
+    return data
+
+
+def events_of(answer: bytes) -> list[Any]:
+    """Events of a chunked stream, of which every byte is looked at."""
+    head, _, rest = answer.partition(b"\r\n\r\n")
+    assert status_of(head) == 200
+    body = b""
+    while True:
+        size, _, rest = rest.partition(b"\r\n")
+        length = int(size, 16)
+        body, end, rest = body + rest[:length], rest[length : length + 2], rest[length + 2 :]
+        assert end == b"\r\n"
+        if not length:
+            break
+    assert rest == b""
+    events = body.decode().removesuffix("\n\n").split("\n\n")
+    assert events.pop() == "data: [DONE]"
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+@pytest.mark.parametrize(
+    "behind", [HEALTH, post(STREAM), HEALTH * 3, HALF_A_BODY], ids=["get", "post", "three", "half"]
+)
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_who_leaves_is_missed_although_there_are_requests_behind_the_running_one(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, behind: bytes, stream: bool, at_once: bool
+) -> None:
+    node = cluster.node("unified", auto=False)
+    proxy = limited(monkeypatch, cluster)
+    with clients(proxy.url) as client:
+        connection = client.open(post(STREAM | {"stream": stream}) + behind * at_once)
+        request = node.wait_generate()
+        if stream:
+            node.say(request, [7])
+            read_until(connection, b"[7]")
+        if not at_once:
+            time.sleep(0.1)
+            connection.sendall(behind)
+            time.sleep(0.1)
+        connection.close()
+        node.wait_abort(request.room)
+    time.sleep(0.2)
+    assert len(node.generates) == 1, "what waited behind it is not begun"
+
+
+MALFORMED = {
+    "no request": b"\x00\x01 nonsense\r\n\r\n",
+    "address": b"GET http://[ HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+    "too many headers": HEALTH[:-2] + b"X: 1\r\n" * (MAX_HEADERS + 1) + b"\r\n",
+    "head too long": HEALTH[:-2] + b"X: " + b"1" * (80 << 10),
+    "chunk": HALF_A_HEAD[:-8] + b"Transfer-Encoding: chunked\r\n\r\nnonsense\r\n",
+    "body too long": HALF_A_HEAD + b"Length: 3000\r\n\r\n" + b"x" * 3000 + HEALTH,
+    "body too late": HALF_A_BODY,
+}
+
+
+@pytest.mark.parametrize("between", [0, 1], ids=["second", "third"])
+@pytest.mark.parametrize("malformed", MALFORMED.values(), ids=MALFORMED.keys())
+def test_a_malformed_request_leaves_the_answers_before_it_alone(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, malformed: bytes, between: int
+) -> None:
+    from pd.core.messages import Finish
+
+    node = cluster.node("unified", auto=False)
+    proxy = limited(monkeypatch, cluster, body_seconds=0.3, body_bytes=2000)
+    with clients(proxy.url) as client:
+        connection = client.open(post(STREAM))
+        request = node.wait_generate()
+        node.say(request, [7])
+        data = read_until(connection, b"[7]")
+        connection.sendall(HEALTH * between)
+        time.sleep(0.1 * between)
+        connection.sendall(malformed)
+        time.sleep(1.5 if malformed == HALF_A_BODY else 0.3)
+        connection.sendall(HEALTH)  # not read any more
+        time.sleep(0.1)
+        assert not node.aborts
+        node.say(request, [8, 9, 10], position=1, finish=Finish("length"))
+        data += read_all(connection)
+    streamed, begin, second = data.partition(b"0\r\n\r\n")
+    assert events_of(streamed + begin)[-1]["output_ids"] == [7, 8, 9, 10]
+    assert second.count(b"HTTP/1.1 ") == between, second
+    assert second.count(b'{"status":"ok"}') == between
+
+
+def test_a_malformed_request_is_not_the_answer_to_the_one_before_it(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pd.core.messages import Finish
+
+    node = cluster.node("unified", auto=False)
+    proxy = limited(monkeypatch, cluster)
+    with clients(proxy.url) as client:
+        connection = client.open(post(STREAM | {"stream": False}) + MALFORMED["no request"])
+        request = node.wait_generate()
+        time.sleep(0.2)
+        node.say(request, [7, 8, 9, 10], finish=Finish("length"))
+        answer = read_all(connection)
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert status_of(head) == 200
+    assert b"connection: close" in head
+    assert json.loads(body)["output_ids"] == [7, 8, 9, 10]

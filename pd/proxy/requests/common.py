@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, Field, PlainValidator, field_validator
@@ -17,6 +18,7 @@ from pd.core.sampling_params import (
     sampler_seed,
 )
 from pd.proxy.fields import (
+    MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
     Bounds,
     Integer,
@@ -27,6 +29,7 @@ from pd.proxy.fields import (
     mismatch,
 )
 from pd.proxy.request_model import RequestModel
+from pd.proxy.stop_strings import StopSearch
 
 T = TypeVar("T")
 
@@ -128,8 +131,8 @@ class SamplingFields(RequestModel):
     )
     stop: StopStrings = Field(
         (),
-        description=f"A string that ends an answer, or up to {MAX_STOP_STRINGS} of them; no part "
-        "of the answer.",
+        description=f"A string that ends an answer, or up to {MAX_STOP_STRINGS} of them with "
+        f"{MAX_STOP_CHARACTERS} characters in all; no part of the answer.",
     )
     stop_token_ids: Integers = Field(
         [],
@@ -149,6 +152,11 @@ class SamplingFields(RequestModel):
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of SamplingParams: those that the client chose."""
         return {name: getattr(self, name) for name in _ARGUMENTS & self.model_fields_set}
+
+    @cached_property
+    def stop_search(self) -> StopSearch:
+        """The search for ``stop`` in all answers to the request."""
+        return StopSearch(self.stop)
 
     @field_validator("top_k")
     @classmethod

@@ -164,7 +164,6 @@ def test_rows_that_do_not_fit_are_dropped_and_counted_or_refused(tmp_path) -> No
 @pytest.mark.parametrize(
     ("bad", "complaint"),
     [
-        ("{", r"t.jsonl:2 is not JSON"),
         ("[1]", r"t.jsonl:2 must be a JSON object"),
         (json.dumps(row(-1, 10, [1])), "timestamp must be an integer from 0, not -1"),
         (json.dumps(row(0, 10, [1, 2])), "10 tokens are 1 blocks of 512, and there are 2 hash_ids"),
@@ -177,6 +176,16 @@ def test_rows_that_are_none_are_named(tmp_path, bad, complaint) -> None:
     path.write_text(json.dumps(row(0, 10, [1])) + "\n" + bad + "\n")
     with pytest.raises(UsageError, match=complaint):
         draw(DatasetSpec("trace", path=path))
+
+
+def test_torn_lines_of_a_trace_are_left_out_and_counted_in_one_warning(tmp_path, caplog) -> None:
+    path = tmp_path / "t.jsonl"
+    lines = [json.dumps(row(i, 10, [i])) for i in range(3)]
+    torn = lines[0][:30]
+    path.write_text("\n".join([lines[0], torn, "", lines[1], torn + lines[0], lines[2], ""]))
+    assert len(draw(DatasetSpec("trace", path=path))) == 3
+    (record,) = caplog.records
+    assert record.getMessage() == f"{path}: 2 lines are no JSON and left out, line 2 first"
 
 
 @pytest.mark.parametrize("scale", ["1/1000", "0", "x", "1/0", "-1"])

@@ -9,6 +9,7 @@ counts. ``timestamp`` (milliseconds) is when the request arrives; all lines have
 from __future__ import annotations
 
 import json
+import logging
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
     from pd.bench.load.datasets.spec import DatasetSpec
     from pd.bench.load.workload import Prompt
+
+log = logging.getLogger(__name__)
 
 _PROMPTS = ("prompt", "text", "input_ids", "prompt_token_ids", "messages")
 _LENGTHS = ("max_tokens", "max_completion_tokens", "output_tokens", "output_length", "output_len")
@@ -60,22 +63,34 @@ def draw_last_lines(spec: DatasetSpec, count: int, measured: int) -> Drawn:
     return Drawn([(_turn(where, row, spec.output_len),) for where, row in last], None, notes)
 
 
-def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Objects of a file of JSON lines, each with where it stands. Raises UsageError."""
+def read_rows(path: Path, *, is_recorded: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Objects of a file of JSON lines, each with where it stands. Raises UsageError.
+
+    ``is_recorded``: the file was written while something ran, and lines may be torn (a disk was
+    full); those that are not JSON are skipped, and one warning says how many.
+    """
+    torn: list[int] = []
     try:
         with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield f"{path}:{number}", _row(f"{path}:{number}", line)
+                if not line.strip():
+                    continue
+                try:
+                    value = json.loads(line)
+                except ValueError as error:
+                    if not is_recorded:
+                        raise UsageError(f"{path}:{number} is not JSON: {error}") from None
+                    torn.append(number)
+                else:
+                    yield f"{path}:{number}", _row(f"{path}:{number}", line, value)
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--dataset-path {path} cannot be read: {error}") from None
+        raise UsageError(f"{path} cannot be read: {error}") from None
+    if torn:
+        what = "1 line is" if len(torn) == 1 else f"{len(torn)} lines are"
+        log.warning("%s: %s no JSON and left out, line %d first", path, what, torn[0])
 
 
-def _row(where: str, line: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise UsageError(f"{where} is not JSON: {error}") from None
+def _row(where: str, line: str, row: object) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise UsageError(f"{where} must be a JSON object, not {line.strip()[:60]}")
     return row

@@ -8,6 +8,8 @@ A length scale of 1/32 makes the blocks 16 tokens long and a prompt of n tokens 
 many blocks as before: the prefixes keep their structure. Scales that do not divide a block are
 refused.
 
+Lines that are not JSON are left out with a warning: the disk of a recorder may have been full.
+
 Recorders often round their times; rows of one timestamp then arrive in a burst that never was. The
 granularity is the greatest common divisor of the timestamps; arrivals that are `spread` are uniform
 within it.
@@ -67,7 +69,7 @@ def draw_trace(spec: DatasetSpec, seed: int) -> Drawn:
 def read_window(path: Path, window: tuple[float, float]) -> list[Row]:
     """Rows from START to before END, in seconds of the trace, in order of time."""
     begin, end = window
-    rows = [_row(where, row) for where, row in read_rows(path)]
+    rows = [_row(where, row) for where, row in read_rows(path, is_recorded=True)]
     first = min((row.timestamp for row in rows), default=0)
     inside = [row for row in rows if begin <= (row.timestamp - first) / 1e3 < end]
     return sorted(inside, key=lambda row: row.timestamp)
