@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from array import array
 
-_PROMPTS, _TOKENS, _CLOSED, _TURNED = range(4)
-_COLUMNS = 4
+_PROMPTS, _TOKENS, _TAKEN, _CLOSED, _TURNED = range(5)
+_COLUMNS = 5
 _COUNT_BYTES = 8
 
 
@@ -46,11 +46,19 @@ class Ledger:
         self._table[self._start + _PROMPTS] += prompts
         self._table[self._start + _TOKENS] += tokens
 
+    def take(self, taken: int) -> None:
+        """Note how many of the connections that this process was given it has taken."""
+        self._table[self._start + _TAKEN] = taken
+
     def turn(self, closed: int) -> None:
         """Note that the event loop of this process turns, and how many of the connections that it
         was given are closed."""
         self._table[self._start + _CLOSED] = closed
         self._table[self._start + _TURNED] = time.monotonic_ns()
+
+    def taken(self, row: int) -> int:
+        """Return how many of the connections that a process was given it has taken."""
+        return self._table[row * _COLUMNS + _TAKEN]
 
     def closed(self, row: int) -> int:
         """Return how many of the connections that a process was given are closed."""

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import itertools
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -203,6 +204,44 @@ def test_a_process_that_dies_fails_its_own_requests_and_is_replaced(
             two.finish(generate)
             assert answer.result(WAIT).status_code == 200
         httpx.delete(f"{two.url}/workers/{later.instance_id}", timeout=WAIT)
+
+
+def test_connections_that_a_process_had_not_taken_when_it_died_are_answered_by_another(
+    two: Processes,
+) -> None:
+    """It stood still when it was given them, so it has read nothing of their requests."""
+    seed = random.SystemRandom().randrange(1 << 32)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    for answer, generate in two.one_in_each():  # all that came before has ended
+        two.finish(generate)
+        assert answer.result(WAIT).status_code == 200
+    number = chance.randrange(2)
+    victim, living = two.parent.children[number], two.parent.children[1 - number]
+    os.kill(victim.pid, signal.SIGSTOP)
+    asked, seen = chance.randrange(4, 9), len(two.node.generates)
+    handed = victim.connections.count + living.connections.count
+    answers = [
+        two._pool.submit(
+            httpx.post,
+            f"{two.url}/generate",
+            json={"input_ids": [5], "sampling_params": {"max_new_tokens": 50}},
+            timeout=WAIT,
+        )
+        for _ in range(asked)
+    ]
+    wait_until(lambda: victim.connections.count + living.connections.count == handed + asked, WAIT)
+    os.kill(victim.pid, signal.SIGKILL)
+    wait_until(lambda: len(two.node.generates) == seen + asked, WAIT)
+    for generate in two.node.generates[seen:]:
+        two.finish(generate)
+    assert [answer.result(WAIT).status_code for answer in answers] == [200] * asked
+
+    def replaced() -> bool:
+        child = two.parent.children[number]
+        return child is not None and child is not victim and child.serves
+
+    wait_until(replaced, WAIT)
 
 
 def test_a_process_that_stands_still_gets_no_connections_until_it_goes_on(
@@ -453,9 +492,12 @@ def test_a_ledger_adds_up_rows_and_forgets_one() -> None:
     rows = [Ledger(memory, row) for row in range(3)]
     for number, ledger in enumerate(rows):
         ledger.add(number + 1, 100)
+        ledger.take(number + 2)
         ledger.turn(closed=number)
     assert {(ledger.prompts, ledger.tokens) for ledger in rows} == {(6, 300)}
+    assert [rows[0].taken(number) for number in range(3)] == [2, 3, 4]
     rows[0].clear(2)
+    assert [rows[0].taken(number) for number in range(3)] == [2, 3, 0]
     assert (rows[1].prompts, rows[1].tokens, rows[0].closed(1), rows[0].closed(2)) == (3, 200, 1, 0)
     assert rows[0].is_shared
     assert not Ledger().is_shared

@@ -55,7 +55,7 @@ class Child:
     def __init__(
         self, link: socket.socket, handed: socket.socket, ledger: Ledger, count: int
     ) -> None:
-        self._connections = HandedConnections(handed)
+        self._connections = HandedConnections(handed, ledger)
         self._ledger = ledger
         self._count = count
         self._link: ProcessLink[ToChild] = ProcessLink(link, TO_CHILD, self._handle)

@@ -204,6 +204,7 @@ class ProxyProcesses:
     def _forget(self, child: ChildProcess) -> None:
         """Keep nothing of a child that has ended but what it counted."""
         self.children[child.number] = None
+        self._acceptor.take_back(child)
         self._ledger.clear(child.number)
         self._claims.drop(child)
         self._counted = merge([self._counted, counted(child.families)])
