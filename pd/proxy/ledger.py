@@ -64,9 +64,14 @@ class Ledger:
         """Return how many of the connections that a process was given are closed."""
         return self._table[row * _COLUMNS + _CLOSED]
 
+    def turned(self, row: int) -> int:
+        """Return when a process's event loop turned last, in nanoseconds of the monotonic clock; 0
+        if it never did."""
+        return self._table[row * _COLUMNS + _TURNED]
+
     def stood_still(self, row: int) -> float:
         """Seconds since a process's event loop turned last; 0 if it never did."""
-        turned = self._table[row * _COLUMNS + _TURNED]
+        turned = self.turned(row)
         return (time.monotonic_ns() - turned) / 1e9 if turned else 0.0
 
     def clear(self, row: int) -> None:
