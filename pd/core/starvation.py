@@ -18,7 +18,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 # Upper bound of an extended limit, however long the ends got no CPU. Timers inside libraries,
 # which cannot be extended, are set to it.
@@ -74,7 +74,8 @@ class DelayHistory:
 
 
 def read_run_delays(tasks: str = _TASKS) -> dict[int, float] | None:
-    """Run delay in seconds of every thread of this process, by thread id.
+    """Run delay in seconds of every thread of this process, by thread id, or of the process whose
+    threads have their files in the directory ``tasks``.
 
     None where the kernel does not count it: the files are missing or count nothing, not even the
     time that threads ran. Takes about 7 µs for each thread.
@@ -91,6 +92,13 @@ def read_run_delays(tasks: str = _TASKS) -> dict[int, float] | None:
             counts = counts or times[0] > 0
             delays[int(thread)] = times[1]
     return delays if counts else None
+
+
+def most_delayed(last: Mapping[int, float], delays: Mapping[int, float]) -> float:
+    """Growth of a process's run delay from one reading of :func:`read_run_delays` to the next: that
+    of its most delayed thread. A thread that began in between was delayed since then only."""
+    grown = (delay - last.get(thread, 0.0) for thread, delay in delays.items())
+    return max(grown, default=0.0)
 
 
 def thread_run_delay(thread: int, tasks: str = _TASKS) -> float:
@@ -163,9 +171,7 @@ class RunDelay:
                 return
             # A thread that began since the last reading was delayed since then only.
             threads = self._read() or last
-            self._total += max(
-                (delay - last.get(thread, 0.0) for thread, delay in threads.items()), default=0.0
-            )
+            self._total += most_delayed(last, threads)
             self._threads = threads
             self._history.add(now, self._total)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from array import array
 
-_PROMPTS, _TOKENS, _CLOSED, _TURNED = range(4)
-_COLUMNS = 4
+_PROMPTS, _TOKENS, _TAKEN, _CLOSED, _TURNED = range(5)
+_COLUMNS = 5
 _COUNT_BYTES = 8
 
 
@@ -46,19 +46,32 @@ class Ledger:
         self._table[self._start + _PROMPTS] += prompts
         self._table[self._start + _TOKENS] += tokens
 
+    def take(self, taken: int) -> None:
+        """Note how many of the connections that this process was given it has taken."""
+        self._table[self._start + _TAKEN] = taken
+
     def turn(self, closed: int) -> None:
         """Note that the event loop of this process turns, and how many of the connections that it
         was given are closed."""
         self._table[self._start + _CLOSED] = closed
         self._table[self._start + _TURNED] = time.monotonic_ns()
 
+    def taken(self, row: int) -> int:
+        """Return how many of the connections that a process was given it has taken."""
+        return self._table[row * _COLUMNS + _TAKEN]
+
     def closed(self, row: int) -> int:
         """Return how many of the connections that a process was given are closed."""
         return self._table[row * _COLUMNS + _CLOSED]
 
+    def turned(self, row: int) -> int:
+        """Return when a process's event loop turned last, in nanoseconds of the monotonic clock; 0
+        if it never did."""
+        return self._table[row * _COLUMNS + _TURNED]
+
     def stood_still(self, row: int) -> float:
         """Seconds since a process's event loop turned last; 0 if it never did."""
-        turned = self._table[row * _COLUMNS + _TURNED]
+        turned = self.turned(row)
         return (time.monotonic_ns() - turned) / 1e9 if turned else 0.0
 
     def clear(self, row: int) -> None:

@@ -6,9 +6,12 @@ import asyncio
 import errno
 import itertools
 import os
+import random
 import signal
 import socket
 import subprocess
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -205,6 +208,44 @@ def test_a_process_that_dies_fails_its_own_requests_and_is_replaced(
         httpx.delete(f"{two.url}/workers/{later.instance_id}", timeout=WAIT)
 
 
+def test_connections_that_a_process_had_not_taken_when_it_died_are_answered_by_another(
+    two: Processes,
+) -> None:
+    """It stood still when it was given them, so it has read nothing of their requests."""
+    seed = random.SystemRandom().randrange(1 << 32)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    for answer, generate in two.one_in_each():  # all that came before has ended
+        two.finish(generate)
+        assert answer.result(WAIT).status_code == 200
+    number = chance.randrange(2)
+    victim, living = two.parent.children[number], two.parent.children[1 - number]
+    os.kill(victim.pid, signal.SIGSTOP)
+    asked, seen = chance.randrange(4, 9), len(two.node.generates)
+    handed = victim.connections.count + living.connections.count
+    answers = [
+        two._pool.submit(
+            httpx.post,
+            f"{two.url}/generate",
+            json={"input_ids": [5], "sampling_params": {"max_new_tokens": 50}},
+            timeout=WAIT,
+        )
+        for _ in range(asked)
+    ]
+    wait_until(lambda: victim.connections.count + living.connections.count == handed + asked, WAIT)
+    os.kill(victim.pid, signal.SIGKILL)
+    wait_until(lambda: len(two.node.generates) == seen + asked, WAIT)
+    for generate in two.node.generates[seen:]:
+        two.finish(generate)
+    assert [answer.result(WAIT).status_code for answer in answers] == [200] * asked
+
+    def replaced() -> bool:
+        child = two.parent.children[number]
+        return child is not None and child is not victim and child.serves
+
+    wait_until(replaced, WAIT)
+
+
 def test_a_process_that_stands_still_gets_no_connections_until_it_goes_on(
     two: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,6 +268,67 @@ def test_a_process_that_stands_still_gets_no_connections_until_it_goes_on(
     for answer, generate in two.one_in_each():
         two.finish(generate)
         assert answer.result(WAIT).status_code == 200
+
+
+def test_a_process_that_hangs_is_ended_and_replaced(
+    two: Processes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its streams break off, its place in the queue is free, and connections that it was given
+    and had not taken are answered by another process."""
+    seed = random.SystemRandom().randrange(1 << 32)
+    print(f"seed {seed}")
+    number = random.Random(seed).randrange(2)
+    streams = two.one_in_each(input_ids=[[5]] * 4)
+    (dying, _), (living, _) = streams[number], streams[1 - number]
+    hung = two.parent.children[number]
+    monkeypatch.setattr("pd.proxy.processes.hangs.HANG_SECONDS", 3.0)
+    os.kill(hung.pid, signal.SIGSTOP)
+    given = hung.connections.count
+    asked = []
+    while hung.connections.count == given:
+        asked.append(two._pool.submit(two.get, "/workers"))
+        time.sleep(0.05)
+    with pytest.raises(httpx.HTTPError):
+        dying.result(WAIT)
+    assert [answer.result(WAIT).status_code for answer in asked] == [200] * len(asked)
+    assert f"proxy process {number} (pid {hung.pid}) hangs" in caplog.text
+
+    def replaced() -> bool:
+        child = two.parent.children[number]
+        return child is not None and child is not hung and child.serves
+
+    wait_until(replaced, WAIT)
+    # The queue has room for as many prompts as the ended process had.
+    answer, _ = two.request(input_ids=[[5]] * 4)
+    assert two.post("/generate", input_ids=[5]).status_code == 429
+    two.post("/abort_request", abort_all=True)
+    assert [each.result(WAIT).status_code for each in (answer, living)] == [200, 200]
+
+
+def test_a_parent_that_stood_still_together_with_its_children_ends_none(
+    two: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on before they do."""
+    monkeypatch.setattr("pd.proxy.processes.hangs.HANG_SECONDS", 3.0)
+    children, went_on = list(two.parent.children), threading.Event()
+    time.sleep(1.0)  # the watch looks as often as the patched limit says
+
+    def stand_still() -> None:
+        time.sleep(4.0)
+        went_on.set()
+
+    for child in children:
+        os.kill(child.pid, signal.SIGSTOP)
+    time.sleep(0.3)  # some looks find them so
+    two.proxy._loop.call_soon_threadsafe(stand_still)
+    assert went_on.wait(WAIT)
+    time.sleep(0.2)
+    for child in children:
+        os.kill(child.pid, signal.SIGCONT)
+    for answer, generate in two.one_in_each():
+        two.finish(generate)
+        assert answer.result(WAIT).status_code == 200
+    assert two.parent.children == children
 
 
 def test_a_process_that_cannot_be_started_is_tried_again(
@@ -453,9 +555,12 @@ def test_a_ledger_adds_up_rows_and_forgets_one() -> None:
     rows = [Ledger(memory, row) for row in range(3)]
     for number, ledger in enumerate(rows):
         ledger.add(number + 1, 100)
+        ledger.take(number + 2)
         ledger.turn(closed=number)
     assert {(ledger.prompts, ledger.tokens) for ledger in rows} == {(6, 300)}
+    assert [rows[0].taken(number) for number in range(3)] == [2, 3, 4]
     rows[0].clear(2)
+    assert [rows[0].taken(number) for number in range(3)] == [2, 3, 0]
     assert (rows[1].prompts, rows[1].tokens, rows[0].closed(1), rows[0].closed(2)) == (3, 200, 1, 0)
     assert rows[0].is_shared
     assert not Ledger().is_shared

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from typing import TYPE_CHECKING
 
 from pd.core.seldom import Seldom
@@ -20,6 +21,8 @@ log = logging.getLogger(__name__)
 
 _ACCEPTS_PER_TURN = 64
 _PAUSE_SECONDS = 0.1
+# So often it is looked which connections children have taken, while any may not have been.
+_RELEASE_SECONDS = 0.005
 # A child whose loop did not turn for so long gets connections only where no other takes them.
 STUCK_SECONDS = 5.0
 
@@ -30,7 +33,7 @@ class PortAcceptor:
 
     Args:
         serving: the children that connections may go to.
-        ledger: counts how many of its connections a child has seen the end of.
+        ledger: counts how many of its connections a child has taken and has seen the end of.
     """
 
     def __init__(
@@ -45,8 +48,9 @@ class PortAcceptor:
         self._loop = asyncio.get_running_loop()
         self._seldom = Seldom(log)
         self._accepts = self._closed = False
-        # Accepted, but no child took it yet.
-        self._held: socket.socket | None = None
+        # Accepted, but no child has them.
+        self._held: deque[socket.socket] = deque()
+        self._releasing: asyncio.TimerHandle | None = None
         listener.setblocking(False)
         listener.listen(BACKLOG)
 
@@ -55,7 +59,7 @@ class PortAcceptor:
         accepts = bool(self._serving()) and not self._closed
         if accepts and not self._accepts:
             self._loop.add_reader(self._listener.fileno(), self._accept)
-            if self._held is not None:
+            if self._held:
                 self._loop.call_soon(self._accept)
         elif self._accepts and not accepts:
             self._loop.remove_reader(self._listener.fileno())
@@ -65,10 +69,20 @@ class PortAcceptor:
         """Accept no more, and free the port."""
         self._closed = True
         self.update()
+        if self._releasing is not None:
+            self._releasing.cancel()
         self._listener.close()
-        if self._held is not None:
-            self._held.close()
-            self._held = None
+        while self._held:
+            self._held.popleft().close()
+
+    def take_back(self, child: ChildProcess) -> None:
+        """Hand the connections that a child which has ended had not taken to other children. Call
+        it before the child's row of the ledger is cleared."""
+        found = child.connections.take_back(self._ledger.taken(child.number))
+        if found:
+            log.info("%d connections go to other proxy processes", len(found))
+            self._held.extend(found)
+            self._loop.call_soon(self._accept)
 
     def load(self, child: ChildProcess) -> int:
         """Connections of a child, as far as it has told."""
@@ -79,23 +93,43 @@ class PortAcceptor:
         return self._ledger.stood_still(child.number) > STUCK_SECONDS
 
     def _accept(self) -> None:
+        self._release()
         for _ in range(_ACCEPTS_PER_TURN):
             if not self._accepts:
                 return
-            if self._held is None:
+            if not self._held:
                 try:
-                    self._held, _ = self._listener.accept()
+                    connection, _ = self._listener.accept()
                 except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                     return
                 except OSError as error:
                     self._seldom.warn(f"cannot accept connections: {error.strerror}")
                     self._pause()
                     return
-            if not self._hand(self._held):
+                self._held.append(connection)
+            if not self._hand(self._held[0]):
                 self._seldom.warn("no proxy process takes connections at present: they wait")
                 self._pause()
                 return
-            self._held = None
+            self._held.popleft()
+            if self._releasing is None:
+                self._release_later()
+        if self._held:
+            self._loop.call_soon(self._accept)
+
+    def _release(self) -> None:
+        """Keep no copies of connections that children have taken."""
+        for child in self._serving():
+            child.connections.release(self._ledger.taken(child.number))
+
+    def _release_later(self) -> None:
+        self._releasing = self._loop.call_later(_RELEASE_SECONDS, self._release_and_look_again)
+
+    def _release_and_look_again(self) -> None:
+        self._releasing = None
+        self._release()
+        if any(child.connections.keeps for child in self._serving()):
+            self._release_later()
 
     def _hand(self, connection: socket.socket) -> bool:
         """Hand a connection to the child with the fewest that takes it, if it can to one that does

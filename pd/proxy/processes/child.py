@@ -55,13 +55,14 @@ class Child:
     def __init__(
         self, link: socket.socket, handed: socket.socket, ledger: Ledger, count: int
     ) -> None:
-        self._connections = HandedConnections(handed)
+        self._connections = HandedConnections(handed, ledger)
         self._ledger = ledger
         self._count = count
         self._link: ProcessLink[ToChild] = ProcessLink(link, TO_CHILD, self._handle)
         self._start: asyncio.Future[StartChild] = asyncio.get_running_loop().create_future()
         self._proxy: Proxy | None = None
-        self._counting: asyncio.Task[None] | None = None
+        # The same, once it serves.
+        self._serving: Proxy | None = None
         # Actions that came before the proxy served.
         self._early: list[tuple[Action, Callable[[object], None]]] = []
 
@@ -70,6 +71,7 @@ class Child:
         await self._link.open()
         linked = asyncio.create_task(self._link.run())
         linked.add_done_callback(lambda _: self._end_at_once())
+        self._counting = asyncio.create_task(self._keep_ledger())
         start = await self._start
         logging.getLogger().setLevel(start.log_level)
         shared = Shared(
@@ -91,7 +93,7 @@ class Child:
 
     def _ready(self, url: str, instance_id: str) -> None:
         assert self._proxy is not None
-        self._counting = asyncio.create_task(self._keep_ledger(self._proxy))
+        self._serving = self._proxy
         for action, reply in self._early:
             reply(self._proxy.performer.outcome(action))
         self._link.tell(Started(instance_id))
@@ -107,10 +109,10 @@ class Child:
             case StartChild():
                 self._start.set_result(message)
             case Perform(action):
-                if self._proxy is None or self._counting is None:
+                if self._serving is None:
                     self._early.append((action, reply))
                 else:
-                    reply(self._proxy.performer.outcome(action))
+                    reply(self._serving.performer.outcome(action))
             case RequestStop():
                 if self._proxy is None:
                     leave(0)
@@ -127,10 +129,12 @@ class Child:
             raise error_from_kind(error.kind, error.message, error.param)
         return [outcome.value for outcome in outcomes if outcome.error is None]
 
-    async def _keep_ledger(self, proxy: Proxy) -> None:
+    async def _keep_ledger(self) -> None:
         """Keep the ledger's count of closed connections, and show that this loop turns."""
         while True:
-            self._ledger.turn(self._connections.count - proxy.connections)
+            # Before it serves it is given no connections.
+            still_open = 0 if self._serving is None else self._serving.connections
+            self._ledger.turn(self._connections.count - still_open)
             await asyncio.sleep(_TURN_SECONDS)
 
 

@@ -27,6 +27,7 @@ from pd.proxy.ledger import Ledger
 from pd.proxy.metric_families import Family, counted, families_from, merge
 from pd.proxy.processes.acceptor import PortAcceptor
 from pd.proxy.processes.claims import Claims
+from pd.proxy.processes.hangs import HangWatch
 from pd.proxy.processes.messages import (
     ClaimRids,
     PerformEverywhere,
@@ -78,6 +79,7 @@ class ProxyProcesses:
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
         self.children: list[ChildProcess | None] = [None] * config.workers
+        # Of each child, and the watch over those that hang.
         self._keepers: list[asyncio.Task[None]] = []
         self._starting, self._failed = True, cast("StartFailed | None", None)
         self._performing: set[asyncio.Task[None]] = set()
@@ -101,6 +103,7 @@ class ProxyProcesses:
         self.url = url_of(*self._address, is_encrypted=config.tls_cert is not None)
         self._acceptor = PortAcceptor(listener, self._serving, self._ledger)
         self._keepers = [asyncio.create_task(self._keep(n)) for n in range(config.workers)]
+        self._keepers.append(asyncio.create_task(HangWatch(self._present, self._ledger).run()))
         while len(self._serving()) < config.workers:
             self._changed.clear()
             await self._changed.wait()
@@ -155,13 +158,16 @@ class ProxyProcesses:
 
     def _request_stop(self) -> list[ChildProcess]:
         """Request the end of all children that are there; returns them."""
-        children = [child for child in self.children if child is not None]
+        children = self._present()
         for child in children:
             child.request_stop()
         return children
 
+    def _present(self) -> list[ChildProcess]:
+        return [child for child in self.children if child is not None]
+
     def _serving(self) -> list[ChildProcess]:
-        return [child for child in self.children if child is not None and child.serves]
+        return [child for child in self._present() if child.serves]
 
     # ---- life of a child
 
@@ -204,6 +210,7 @@ class ProxyProcesses:
     def _forget(self, child: ChildProcess) -> None:
         """Keep nothing of a child that has ended but what it counted."""
         self.children[child.number] = None
+        self._acceptor.take_back(child)
         self._ledger.clear(child.number)
         self._claims.drop(child)
         self._counted = merge([self._counted, counted(child.families)])
@@ -247,7 +254,7 @@ class ProxyProcesses:
     async def _outcomes(self, asking: ChildProcess, action: Action) -> list[Outcome]:
         """Return the children's outcomes; that of the child which asked comes first."""
         waited = [child for child in self._serving() if not self._acceptor.is_stuck(child)]
-        children = [child for child in self.children if child is not None]
+        children = self._present()
         told = [c for c in children if c in waited or c.perform_later(action)]
         found = await asyncio.gather(*(c.perform(action, ACTION_SECONDS) for c in waited))
         outcomes = {

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from pd.proxy.processes.connections import HandingSocket
+from pd.proxy.processes.connections import HandingSocket, kept_limit
 from pd.proxy.processes.link import LinkClosedError, ProcessLink
 from pd.proxy.processes.messages import (
     OUTCOME,
@@ -74,7 +74,7 @@ class ChildProcess:
                 stdout=subprocess.DEVNULL,
             )
             ours.pop_all()
-        self.connections = HandingSocket(handing)
+        self.connections = HandingSocket(handing, kept_limit(count))
         self._link: ProcessLink[ToParent] = ProcessLink(
             link, TO_PARENT, lambda message, reply: on_message(self, message, reply)
         )
