@@ -210,8 +210,6 @@ def measure(
         "restarts": restart_all,
     }
     logs = Path(tempfile.mkdtemp(prefix="pd-failover-"))
-    # In tests, too, nodes take as long to come back as they do for users.
-    real = {"prefill_program": LAUNCH, "decode_program": LAUNCH}
     if phase == "cut links":
         cut_off = ["prefill", "decode"]
         with (
@@ -223,7 +221,10 @@ def measure(
             prefills = settle(url, load, nodes, rng)
     else:
         with (
-            deployment(model, logs, prefill=2, decode=2, proxy_flags=flags, **real) as running,
+            # In tests, too, nodes take as long to come back as they do for users.
+            deployment(
+                model, logs, prefill=2, decode=2, proxy_flags=flags, program=LAUNCH
+            ) as running,
             under_load(running.proxy.url, cases, args.clients, rng) as load,
         ):
             acted = acts[phase](running)

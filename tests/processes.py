@@ -149,8 +149,10 @@ def kill_all(processes: Sequence[Process]) -> None:
 class Deployment:
     """Processes of one model behind one proxy, all on loopback.
 
-    ``devices`` are dealt out in turn to the nodes of each role, so that two prefill and two decode
-    nodes on two GPUs make pairs within a GPU and between both.
+    ``program`` runs instead of pd-launch (see :class:`Process`), and ``prefill_program`` and
+    ``decode_program`` on nodes of one role. ``devices`` are dealt out in turn to the nodes of each
+    role, so that two prefill and two decode nodes on two GPUs make pairs within a GPU and between
+    both.
     """
 
     def __init__(
@@ -165,6 +167,7 @@ class Deployment:
         prefill_flags: Sequence[str] = (),
         decode_flags: Sequence[str] = (),
         proxy_flags: Sequence[str] = (),
+        program: Sequence[str] = (),
         prefill_program: Sequence[str] = (),
         decode_program: Sequence[str] = (),
         env: dict[str, str] | None = None,
@@ -176,7 +179,7 @@ class Deployment:
         common += ["--transfer-backend", "tcp", "--generation-config", "none"]
         common += ["--elastic", os.environ.get("PD_TEST_ELASTIC", "off")]
         common += node_flags
-        self._logs, self._env = logs, env
+        self._logs, self._env, self._program = logs, env, program
         logs.mkdir(parents=True, exist_ok=True)
         self.prefill, self.decode = [], []
         for index in range(prefill):
@@ -199,6 +202,7 @@ class Deployment:
         self, name: str, *command: str, more_env: dict[str, str] | None = None, **settings: Any
     ) -> Process:
         env = (self._env or {}) | (more_env or {})
+        settings["program"] = settings.get("program") or self._program
         return Process(*command, log=self._logs / f"{name}.log", env=env, **settings)
 
     def another_proxy(self) -> Process:

@@ -159,7 +159,8 @@ def test_the_ready_line_says_who_serves_where(tmp_path: Path) -> None:
 @pytest.mark.alone
 @pytest.mark.parametrize("backend", ["tcp", "nixl", "mooncake"])
 def test_idle_processes_of_a_split_end_within_half_a_second(backend: str, tmp_path: Path) -> None:
-    with deployment(EMBEDDED_MODEL, tmp_path, node_flags=["--transfer-backend", backend]) as split:
+    flags = ["--transfer-backend", backend]
+    with deployment(EMBEDDED_MODEL, tmp_path, node_flags=flags, program=LAUNCH) as split:
         assert split.stream([1, 2, 3], 4).join().succeeded()
         for running in (split.proxy, *split.nodes):
             assert seconds_to_end(running) < END_SECONDS
