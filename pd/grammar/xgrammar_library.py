@@ -58,9 +58,14 @@ class Compiled(NamedTuple):
 
 
 class Compiler:
-    """Compiles on the thread that asks; several may."""
+    """Compiles on the thread that asks; several may.
+
+    Attributes:
+        info: the bytes of all tokens.
+    """
 
     def __init__(self, info: xgrammar.TokenizerInfo) -> None:
+        self.info = info
         self._compiler = xgrammar.GrammarCompiler(
             info, max_threads=1, cache_enabled=True, cache_limit_bytes=CACHE_BYTES
         )
