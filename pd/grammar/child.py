@@ -143,12 +143,15 @@ def _import_xgrammar() -> None:
 
 def _compile(compiler: Compiler, job: CompileJob) -> Result:
     from pd.grammar.json_schemas import WrongSchemaError
+    from pd.grammar.probe import slow_output
     from pd.grammar.xgrammar_library import dump_compiled
 
     began = time.process_time()
     try:
         compiled = compiler.compile(job.kind, job.text)
         took, is_silent = time.process_time() - began, _was_silent()
+        if (slow := slow_output(compiled)) is not None:
+            return Result(error=slow)
         size, dumped = int(compiled.memory_size_bytes), b""
         # NOTE: whether a grammar is refused must not depend on how fast this machine is.
         if (took > _QUICK_SECONDS or not is_silent) and size <= job.max_bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from functools import partial
 from types import SimpleNamespace
@@ -17,6 +18,8 @@ from pd.embedded import EMBEDDED_MODEL
 from pd.engine.sampling_state import SamplingState
 from pd.engine.token_rules import most_seconds
 from pd.grammar.child import Vocabulary
+from pd.grammar.compiler import CompileLimits, GrammarCompiler
+from pd.grammar.probe import slow_output
 from pd.grammar.rules import GrammarRules
 from pd.grammar.xgrammar_library import Compiler, tokenizer_info
 from pd.scheduling.resumed import restore_sampling
@@ -25,6 +28,12 @@ if TYPE_CHECKING:
     from pd.grammar.xgrammar_library import Compiled
 
 VOCAB_SIZE, EOS, TOKENS = 2048, 2, 4000
+NAMES = [f"property{number}" for number in range(20)]
+TWENTY = {
+    "type": "object",
+    "properties": {name: {"type": "string"} for name in NAMES},
+    "required": NAMES,
+}
 
 
 def ambiguous(most: int) -> str:
@@ -95,3 +104,45 @@ def test_an_ordinary_output_of_any_length_is_far_below_the_limit(
     for _ in range(TOKENS - 1):
         assert state.observe(letter) is None
     assert state.advance_seconds < most_seconds(TOKENS) / 4
+
+
+class TestProbe:
+    @pytest.mark.parametrize(
+        "text",
+        [
+            ambiguous(20),
+            ambiguous(100),
+            f'root ::= "b: " deep | "c"\n{ambiguous(40).replace("root", "deep")}',
+        ],
+    )
+    def test_such_grammars_are_refused_before_a_node_knows_them(self, text: str) -> None:
+        limits = CompileLimits(cpu_seconds=10.0, memory_bytes=256 << 20, max_bytes=1 << 20)
+        vocabulary = Vocabulary(str(EMBEDDED_MODEL / "tokenizer.json"), VOCAB_SIZE, [EOS])
+        made = GrammarCompiler(vocabulary, limits)
+        try:
+            with pytest.raises(InvalidRequestError, match=r"^ebnf: adding \d+ characters"):
+                made.compile(Grammar("ebnf", text))
+            assert made.compile(Grammar("ebnf", 'root ::= "a" root | "b"')).error == ""
+        finally:
+            made.close()
+
+    @pytest.mark.parametrize(
+        ("kind", "text"),
+        [
+            ("json_schema", json.dumps(TWENTY)),
+            ("json_schema", '{"type": "object"}'),
+            ("json_schema", '{"type": "string", "maxLength": 2000}'),
+            ("regex", "[名后]+"),
+            ("regex", "(a|aa|aaa|aaaa)*"),
+            ("ebnf", "root ::= " + " ".join('("a" | "b")?' for _ in range(200))),
+        ],
+    )
+    def test_ordinary_grammars_take_it_a_few_milliseconds(
+        self, compiler: Compiler, kind: str, text: str
+    ) -> None:
+        compiled = compiler.compile(kind, text)
+        began = time.thread_time()
+        assert slow_output(compiled) is None
+        took = time.thread_time() - began
+        print(f"{1e3 * took:.1f} ms")
+        assert took < 0.03
