@@ -43,11 +43,12 @@ _IN_USE_FACTOR = 4
 _CHILDREN = 2
 # Stack of the threads that load grammars.
 _STACK_BYTES = 64 << 20
-# Processor time of grammars that are compiled here, too, when whoever waits has been answered.
-_LEARN_SECONDS = 5.0
+# Processor time and size of grammars that are compiled here, too, when whoever waits has been
+# answered: nothing could end that.
+_LEARN_SECONDS, _LEARN_BYTES = 0.5, 16 << 20
 # How long the end waits for a grammar that is being compiled here: Python must not end while a
 # thread is inside the library.
-_END_SECONDS = 2 * _LEARN_SECONDS
+_END_SECONDS = 10.0
 # Grammars that cannot be compiled, remembered so that each is tried once.
 _MAX_REFUSED = 256
 
@@ -300,7 +301,9 @@ class Grammars:
 
     def _learn(self, result: Result, grammar: Grammar) -> None:
         """Compile what took a process longer, for the parts of it that others will have, too."""
-        if not result.is_silent or result.cpu_seconds > _LEARN_SECONDS or self._closed:
+        is_small = len(result.compiled) <= _LEARN_BYTES
+        is_quick = result.cpu_seconds <= _LEARN_SECONDS
+        if not (result.is_silent and is_small and is_quick) or self._closed:
             return
         try:
             self._own.compile(grammar.kind, grammar.text)

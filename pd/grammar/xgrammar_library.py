@@ -97,6 +97,10 @@ class Compiler:
             self._compile(kind, free), _compiled_with(self._of_no_tokens, kind, counted)
         )
 
+    def forget(self) -> None:
+        """Compile later grammars as if they were the first."""
+        self._compiler.clear_cache()
+
     def _compile_tags(self, structural_tag: object) -> xgrammar.CompiledGrammar:
         kind = "structural_tag"
         try:
