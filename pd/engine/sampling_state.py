@@ -89,7 +89,7 @@ class SamplingState:
         make_rules: Callable[[Collection[int]], TokenRules] | None = None,
     ) -> None:
         """``seed`` defaults to ``params.seed``; ``prompt`` is int32 and not copied. ``make_rules``
-        is given the tokens that end the choice."""
+        is given the tokens that end the choice, and those of the model in any case."""
         self.params = params
         self.seed = params.seed if seed is None else seed
         self._prompt_length = len(prompt)
@@ -97,7 +97,9 @@ class SamplingState:
         if not params.ignore_eos:
             ending |= set(eos_token_ids)
         self._ending = frozenset(ending)
-        inside = sorted(token for token in ending if 0 <= token < vocab_size)
+        # With ``ignore_eos``, too, an output that is complete for the rules needs a token to end.
+        stopping = ending if make_rules is None else ending | set(eos_token_ids)
+        inside = sorted(token for token in stopping if 0 <= token < vocab_size)
         self.stop_ids = np.array(inside, dtype=np.int64)
         self.bias_ids = np.array(list(params.logit_bias), dtype=np.int64)
         self.bias = np.array(list(params.logit_bias.values()), dtype=np.float32)
@@ -106,9 +108,7 @@ class SamplingState:
         # Sorted and never written to, because all choices of a request share it.
         self.prompt_ids = np.unique(prompt) if repeats else np.empty(0, np.int32)
         self._forget_output()
-        # With ``ignore_eos``, too, a complete output needs a token that ends it.
-        ends = inside or [token for token in eos_token_ids if 0 <= token < vocab_size]
-        self.rules = None if make_rules is None else make_rules(ends)
+        self.rules = None if make_rules is None else make_rules(inside)
         self.mask_seconds = 0.0
         self.is_timed = False
 

@@ -108,6 +108,7 @@ class Grammars:
         self._info: Any = None
         self._own: Any = None
         self._characters: TokenCharacters | None = None
+        self._control: frozenset[int] = frozenset()
         self._retokenizer: Retokenizer | None = None
         self._jump_forward = jump_forward
         self._info_lock = threading.Lock()
@@ -277,6 +278,7 @@ class Grammars:
     def _load(self, result: Result, grammar: Grammar, tokens: bytes) -> Compiled:
         from pd.grammar.xgrammar_library import (
             Compiler,
+            control_tokens,
             load_compiled,
             load_info,
             token_characters,
@@ -286,8 +288,9 @@ class Grammars:
             if self._own is None:
                 self._info = load_info(tokens)
                 self._own = Compiler(self._info)
+                assert not isinstance(self._vocabulary, str)
+                self._control = control_tokens(self._info, self._vocabulary)
                 if self._jump_forward:
-                    assert not isinstance(self._vocabulary, str)
                     self._retokenizer = Retokenizer(self._vocabulary.tokenizer)
         if result.compiled:
             compiled = load_compiled(result.compiled, self._info)
@@ -312,7 +315,18 @@ class Grammars:
 
     def _make_rules(self, compiled: Compiled) -> MakeRules:
         characters = None if compiled.counted is None else self._characters
-        return partial(GrammarRules, compiled, characters, self._retokenizer)
+        return partial(self._rules, compiled, characters)
+
+    def _rules(
+        self,
+        compiled: Compiled,
+        characters: TokenCharacters | None,
+        ending: Collection[int],
+    ) -> GrammarRules:
+        """Of the tokens that end a choice, those that are text come where the grammar has their
+        text, the others where it is complete."""
+        stop_ids = [token for token in ending if token in self._control]
+        return GrammarRules(compiled, characters, self._retokenizer, stop_ids)
 
     def _remember_refusal(self, grammar: Grammar, error: PDError) -> None:
         self._refused[grammar] = error

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -162,6 +163,26 @@ def dump_info(info: xgrammar.TokenizerInfo) -> bytes:
 def load_info(dumped: bytes) -> xgrammar.TokenizerInfo:
     """What :func:`dump_info` returned."""
     return xgrammar.TokenizerInfo.deserialize_json(dumped.decode())
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    special: bool = False
+
+
+class _TokenizerFile(msgspec.Struct):
+    """What is read of a ``tokenizer.json``."""
+
+    added_tokens: list[_AddedToken] = []
+
+
+def control_tokens(info: xgrammar.TokenizerInfo, vocabulary: Vocabulary) -> frozenset[int]:
+    """Tokens that are no text: those that the tokenizer names as special, those without bytes, and
+    those with which the model ends its output."""
+    content = Path(vocabulary.tokenizer).read_bytes()
+    added = msgspec.json.decode(content, type=_TokenizerFile).added_tokens
+    special = [token.id for token in added if token.special]
+    return frozenset([*special, *info.special_token_ids, *info.stop_token_ids])
 
 
 def token_characters(info: xgrammar.TokenizerInfo) -> TokenCharacters:

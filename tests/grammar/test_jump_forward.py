@@ -67,6 +67,8 @@ def test_output_is_what_the_grammar_says(model: Path, plain: Answers) -> None:
             continue
         for tokens in tokens_of(plain[name]):
             is_stopped = tokens[-1] in params.get("stop_token_ids", ())
+            if name == "stop texts" and is_stopped:
+                continue
             text = tokenizer.decode(tokens[: -1 if is_stopped else None], skip_special_tokens=True)
             assert tokens[-1] == EOS or is_stopped, (name, text)
             jsonschema.validate(json.loads(text), SCHEMA)
