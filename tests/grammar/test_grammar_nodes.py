@@ -39,6 +39,7 @@ from pd.engine.token_rules import MASK_SECONDS
 from pd.grammar.compiler import CompileLimits
 from pd.grammar.grammars import Grammars
 from pd.grammar.rules import GrammarRules
+from pd.node import intake
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -186,6 +187,26 @@ def test_a_request_goes_on_after_any_token(
             assert pending.tokens() == known.tokens()
             assert pending.choices[0].finish == known.choices[0].finish
         cluster.wait_idle(30.0)
+
+
+def test_an_output_is_replayed_without_the_lock(
+    model: Path, plain: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other requests do not wait for the grammar of a resumed one."""
+    held: list[bool] = []
+    restore = intake.restore_sampling
+    tokens = plain["greedy"][0].tokens()
+    with cluster_of(model, "unified") as cluster:
+        lock: Any = cluster.unified[0].node.core.events.lock
+
+        def watched(*args: Any) -> None:
+            held.append(lock._is_owned())
+            restore(*args)
+
+        monkeypatch.setattr(intake, "restore_sampling", watched)
+        resumed = ask(cluster, PROMPTS[0], produced=tokens[:5], **FEATURES["greedy"])
+        assert resumed.tokens() == tokens
+    assert held == [False]
 
 
 def test_late_steps_change_nothing(model: Path, plain: Answers) -> None:
