@@ -133,11 +133,14 @@ class PreparedDraws:
     Attributes:
         draws: in the order of their rows.
         counts: rows of each, int64.
+        shortest: places of logits that minimum lengths forbid in rows without rules: rows and
+            tokens, int64. Draws change once the step before is accounted for.
         penalized: rows with penalties, or None.
     """
 
     draws: Sequence[Draw]
     counts: Int64Array
+    shortest: tuple[Int64Array, Int64Array]
     penalized: PenalizedRows | None
     temperatures: torch.Tensor
     noise_at: torch.Tensor
@@ -206,7 +209,7 @@ class Sampler:
                     arrays[1][end - draw.tree.size : end, 1] += draw.tree.depths
         tensors = self._staging.upload(arrays)
         penalized = self._penalties.prepare(draws, previous, drafts)
-        return PreparedDraws(draws, counts, penalized, *tensors)
+        return PreparedDraws(draws, counts, _too_short(draws, counts), penalized, *tensors)
 
     @torch.inference_mode()
     def fill_masks(self, prepared: PreparedDraws, drafts: IntArray) -> TokenMasks | None:
@@ -305,17 +308,12 @@ class Sampler:
         self, logits: torch.Tensor, prepared: PreparedDraws, masks: TokenMasks | None
     ) -> torch.Tensor:
         """Apply penalties, bias, minimum length and masks to the rows that ask for them."""
-        biased, shortest = list[tuple[int, SamplingState]](), list[tuple[int, SamplingState]]()
+        biased = list[tuple[int, SamplingState]]()
         for draw, rows in _rows_of(prepared):
-            state, ahead = draw.state, draw.ahead
-            if state.params.logit_bias:
-                biased += [(row, state) for row in rows]
-            # Masks of rules are made with the minimum length in mind.
-            if state.rules is None and state.must_continue(ahead):
-                depths = [0] if draw.tree is None else [0, *draw.tree.depths.tolist()]
-                pairs = zip(rows, depths, strict=True)
-                shortest += [(row, state) for row, d in pairs if state.must_continue(ahead + d)]
-        if not (prepared.penalized or biased or shortest or masks):
+            if draw.state.params.logit_bias:
+                biased += [(row, draw.state) for row in rows]
+        places_too_short, ids_too_short = prepared.shortest
+        if not (prepared.penalized or biased or len(ids_too_short) or masks):
             return logits
         logits = logits.to(torch.float32, copy=True)
         if prepared.penalized is not None:
@@ -325,10 +323,8 @@ class Sampler:
             ids = np.concatenate([s.bias_ids for _, s in biased])
             index = self._index(places), self._index(ids)
             logits[index] += self._floats(np.concatenate([s.bias for _, s in biased]))
-        if shortest:
-            places = np.repeat([i for i, _ in shortest], [len(s.stop_ids) for _, s in shortest])
-            ids = np.concatenate([s.stop_ids for _, s in shortest])
-            logits[self._index(places), self._index(ids)] = float("-inf")
+        if len(ids_too_short):
+            logits[self._index(places_too_short), self._index(ids_too_short)] = float("-inf")
         if masks is not None:
             apply_token_masks(logits, *masks)
         return logits
@@ -401,9 +397,29 @@ def _forbid(mask: IntArray, token_ids: Int64Array) -> None:
         mask[:] = without
 
 
+def _too_short(draws: Sequence[Draw], counts: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """See ``PreparedDraws.shortest``."""
+    places, ids = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for draw, rows in _with_rows(draws, counts):
+        state, ahead = draw.state, draw.ahead
+        # Masks of rules are made with the minimum length in mind.
+        if state.rules is not None or not state.must_continue(ahead):
+            continue
+        depths = [0] if draw.tree is None else [0, *draw.tree.depths.tolist()]
+        for row, depth in zip(rows, depths, strict=True):
+            if state.must_continue(ahead + depth):
+                places.append(np.full(len(state.stop_ids), row, np.int64))
+                ids.append(state.stop_ids)
+    return np.concatenate(places), np.concatenate(ids)
+
+
 def _rows_of(prepared: PreparedDraws) -> Iterator[tuple[Draw, range]]:
     """Each draw with its rows."""
+    return _with_rows(prepared.draws, prepared.counts)
+
+
+def _with_rows(draws: Sequence[Draw], counts: Int64Array) -> Iterator[tuple[Draw, range]]:
     row = 0
-    for draw, count in zip(prepared.draws, prepared.counts.tolist(), strict=True):
+    for draw, count in zip(draws, counts.tolist(), strict=True):
         yield draw, range(row, row + count)
         row += count

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import contextmanager
 from copy import copy
 from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,10 +13,10 @@ import numpy as np
 from pd.core.errors import InvalidRequestError, NodeFailedError, PDError
 from pd.core.messages import Finish
 from pd.core.sampling_params import choice_seed
-from pd.engine.token_rules import MASK_SECONDS
+from pd.engine.token_rules import MASK_SECONDS, most_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterator
 
     import numpy.typing as npt
 
@@ -72,6 +74,7 @@ class SamplingState:
         rules: which tokens may come next, if the host decides; else None.
         mask_seconds: processor time that the rules took for each mask of the last step; 0 where it
             was in time.
+        advance_seconds: processor time that the rules took for the tokens so far, without masks.
         is_timed: a step took long for masks together with this one, so that from then on it is
             known which of them do.
     """
@@ -86,7 +89,7 @@ class SamplingState:
         make_rules: Callable[[Collection[int]], TokenRules] | None = None,
     ) -> None:
         """``seed`` defaults to ``params.seed``; ``prompt`` is int32 and not copied. ``make_rules``
-        is given the tokens that end the choice."""
+        is given the tokens that end the choice, and those of the model in any case."""
         self.params = params
         self.seed = params.seed if seed is None else seed
         self._prompt_length = len(prompt)
@@ -94,7 +97,9 @@ class SamplingState:
         if not params.ignore_eos:
             ending |= set(eos_token_ids)
         self._ending = frozenset(ending)
-        inside = sorted(token for token in ending if 0 <= token < vocab_size)
+        # With ``ignore_eos``, too, an output that is complete for the rules needs a token to end.
+        stopping = ending if make_rules is None else ending | set(eos_token_ids)
+        inside = sorted(token for token in stopping if 0 <= token < vocab_size)
         self.stop_ids = np.array(inside, dtype=np.int64)
         self.bias_ids = np.array(list(params.logit_bias), dtype=np.int64)
         self.bias = np.array(list(params.logit_bias.values()), dtype=np.float32)
@@ -103,9 +108,7 @@ class SamplingState:
         # Sorted and never written to, because all choices of a request share it.
         self.prompt_ids = np.unique(prompt) if repeats else np.empty(0, np.int32)
         self._forget_output()
-        # With ``ignore_eos``, too, a complete output needs a token that ends it.
-        ends = inside or [token for token in eos_token_ids if 0 <= token < vocab_size]
-        self.rules = None if make_rules is None else make_rules(ends)
+        self.rules = None if make_rules is None else make_rules(inside)
         self.mask_seconds = 0.0
         self.is_timed = False
 
@@ -134,7 +137,9 @@ class SamplingState:
             self.uncounted.append(token)
         if self.rules is not None:
             self._check_time()
-            if not self.rules.advance(token):
+            with self._advancing(1):
+                allowed = self.rules.advance(token)
+            if not allowed:
                 raise NodeFailedError(f"the grammar forbids token {token}")
             if self.rules.ended:
                 return Finish("stop", matched=token)
@@ -154,19 +159,41 @@ class SamplingState:
                 param=grammar.kind,
             )
 
+    @contextmanager
+    def _advancing(self, tokens: int) -> Iterator[None]:
+        """Count the time in which the rules try so many tokens more.
+
+        Raises:
+            InvalidRequestError: it is too much in all.
+        """
+        began = time.thread_time()
+        yield
+        self.advance_seconds += time.thread_time() - began
+        self._num_advanced += tokens
+        grammar, most = self.params.grammar, most_seconds(self._num_advanced)
+        if self.advance_seconds > most and grammar is not None:
+            raise InvalidRequestError(
+                f"{grammar.kind}: adding {self._num_advanced} tokens to the output took "
+                f"{self.advance_seconds:.2f} s of processor time; at most {most:.2f} may be taken",
+                param=grammar.kind,
+            )
+
     def forced(self, ids: IntArray) -> list[int]:
         """Tokens that the rules force upon the output, whose last token is never among them; none
         where log probabilities or a bias act on each token.
 
         Args:
             ids: the prompt and the output so far, int32.
+
+        Raises:
+            InvalidRequestError: the rules take too long.
         """
         if self.rules is None or self.params.logprobs or self.params.logit_bias:
             return []
         most = self.params.max_tokens - self.num_output_tokens - 1
-        return list(
-            takewhile(lambda token: token not in self._ending, self.rules.forced(ids)[:most])
-        )
+        with self._advancing(0):
+            forced = self.rules.forced(ids)
+        return list(takewhile(lambda token: token not in self._ending, forced[:most]))
 
     def failure(self, error: str) -> PDError:
         """Return the error of a request for which no token could be drawn; the sampler said
@@ -190,6 +217,7 @@ class SamplingState:
 
     def _forget_output(self) -> None:
         self.num_output_tokens = 0
+        self.advance_seconds, self._num_advanced = 0.0, 0
         self.uncounted: list[int] = []
         self.counted_ahead = 0
         self.penalty_row: int | None = None

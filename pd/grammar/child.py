@@ -81,6 +81,9 @@ class Result(msgspec.Struct, frozen=True):
 
 # Processor time up to which compiling again is no slower than JSON of what was compiled.
 _QUICK_SECONDS = 0.1
+# Processor time of the grammars whose parts a process remembers. What it compiles quickly may take
+# a node as much longer, whose own compiler may not remember them.
+_REMEMBERED_SECONDS = 1.0
 # Argument of a process that has no stand-ins.
 _ALL_IMPORTS = "--all-imports"
 _VOCABULARY, _JOB = msgspec.msgpack.Decoder(Vocabulary), msgspec.msgpack.Decoder(CompileJob)
@@ -117,7 +120,7 @@ def main() -> None:
     send_frame(results, dump_info(info))
     os.dup2(os.memfd_create("said"), 2)
     os.dup2(2, 1)
-    idle_bytes = _data_bytes()
+    idle_bytes, remembered = _data_bytes(), 0.0
     while True:
         try:
             frame = read_frame(requests)
@@ -125,7 +128,13 @@ def main() -> None:
             return
         job = _JOB.decode(frame)
         _limit(job, idle_bytes)
-        send_frame(results, msgspec.msgpack.encode(_compile(compiler, job)))
+        began = time.process_time()
+        result = _compile(compiler, job)
+        remembered += time.process_time() - began
+        if remembered > _REMEMBERED_SECONDS:
+            compiler.forget()
+            remembered = 0.0
+        send_frame(results, msgspec.msgpack.encode(result))
 
 
 def _import_xgrammar() -> None:
@@ -143,12 +152,15 @@ def _import_xgrammar() -> None:
 
 def _compile(compiler: Compiler, job: CompileJob) -> Result:
     from pd.grammar.json_schemas import WrongSchemaError
+    from pd.grammar.probe import slow_output
     from pd.grammar.xgrammar_library import dump_compiled
 
     began = time.process_time()
     try:
         compiled = compiler.compile(job.kind, job.text)
         took, is_silent = time.process_time() - began, _was_silent()
+        if (slow := slow_output(compiled)) is not None:
+            return Result(error=slow)
         size, dumped = int(compiled.memory_size_bytes), b""
         # NOTE: whether a grammar is refused must not depend on how fast this machine is.
         if (took > _QUICK_SECONDS or not is_silent) and size <= job.max_bytes:

@@ -43,11 +43,12 @@ _IN_USE_FACTOR = 4
 _CHILDREN = 2
 # Stack of the threads that load grammars.
 _STACK_BYTES = 64 << 20
-# Processor time of grammars that are compiled here, too, when whoever waits has been answered.
-_LEARN_SECONDS = 5.0
+# Processor time and size of grammars that are compiled here, too, when whoever waits has been
+# answered: nothing could end that.
+_LEARN_SECONDS, _LEARN_BYTES = 0.5, 16 << 20
 # How long the end waits for a grammar that is being compiled here: Python must not end while a
 # thread is inside the library.
-_END_SECONDS = 2 * _LEARN_SECONDS
+_END_SECONDS = 10.0
 # Grammars that cannot be compiled, remembered so that each is tried once.
 _MAX_REFUSED = 256
 
@@ -107,6 +108,7 @@ class Grammars:
         self._info: Any = None
         self._own: Any = None
         self._characters: TokenCharacters | None = None
+        self._control: frozenset[int] = frozenset()
         self._retokenizer: Retokenizer | None = None
         self._jump_forward = jump_forward
         self._info_lock = threading.Lock()
@@ -276,6 +278,7 @@ class Grammars:
     def _load(self, result: Result, grammar: Grammar, tokens: bytes) -> Compiled:
         from pd.grammar.xgrammar_library import (
             Compiler,
+            control_tokens,
             load_compiled,
             load_info,
             token_characters,
@@ -285,8 +288,9 @@ class Grammars:
             if self._own is None:
                 self._info = load_info(tokens)
                 self._own = Compiler(self._info)
+                assert not isinstance(self._vocabulary, str)
+                self._control = control_tokens(self._info, self._vocabulary)
                 if self._jump_forward:
-                    assert not isinstance(self._vocabulary, str)
                     self._retokenizer = Retokenizer(self._vocabulary.tokenizer)
         if result.compiled:
             compiled = load_compiled(result.compiled, self._info)
@@ -300,7 +304,9 @@ class Grammars:
 
     def _learn(self, result: Result, grammar: Grammar) -> None:
         """Compile what took a process longer, for the parts of it that others will have, too."""
-        if not result.is_silent or result.cpu_seconds > _LEARN_SECONDS or self._closed:
+        is_small = len(result.compiled) <= _LEARN_BYTES
+        is_quick = result.cpu_seconds <= _LEARN_SECONDS
+        if not (result.is_silent and is_small and is_quick) or self._closed:
             return
         try:
             self._own.compile(grammar.kind, grammar.text)
@@ -309,7 +315,18 @@ class Grammars:
 
     def _make_rules(self, compiled: Compiled) -> MakeRules:
         characters = None if compiled.counted is None else self._characters
-        return partial(GrammarRules, compiled, characters, self._retokenizer)
+        return partial(self._rules, compiled, characters)
+
+    def _rules(
+        self,
+        compiled: Compiled,
+        characters: TokenCharacters | None,
+        ending: Collection[int],
+    ) -> GrammarRules:
+        """Of the tokens that end a choice, those that are text come where the grammar has their
+        text, the others where it is complete."""
+        stop_ids = [token for token in ending if token in self._control]
+        return GrammarRules(compiled, characters, self._retokenizer, stop_ids)
 
     def _remember_refusal(self, grammar: Grammar, error: PDError) -> None:
         self._refused[grammar] = error

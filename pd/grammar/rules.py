@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pd.grammar.jump_forward import CONTEXT_TOKENS, LEAST_TOKENS
+from pd.grammar.jump_forward import CONTEXT_TOKENS, LEAST_TOKENS, MAX_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from pd.grammar.xgrammar_library import Compiled
 
     IntArray = npt.NDArray[np.int32]
+
+_BYTES = [bytes((value,)) for value in range(256)]
 
 
 class GrammarRules:
@@ -109,9 +111,31 @@ class GrammarRules:
         return allowed if len(allowed) >= LEAST_TOKENS else []
 
     def _forced_text(self) -> str:
+        """The beginning of the text that comes next in any case.
+
+        xgrammar finds all of it, but does not return where it has no end: the grammar
+        ``root ::= "a" root`` forces one byte after the other.
+        """
+        forced = b""
+        while len(forced) < MAX_BYTES and (byte := self._forced_byte()) is not None:
+            self._matcher.accept_string(byte)
+            forced += byte
+        if forced:
+            self._matcher.rollback(len(forced))
         try:
-            text: str = self._matcher.find_jump_forward_string()
+            return forced.decode()
         except UnicodeDecodeError as error:  # it ends inside a character
-            found: bytes = error.object
-            text = found[: error.start].decode()
-        return text
+            return forced[: error.start].decode()
+
+    def _forced_byte(self) -> bytes | None:
+        """The byte that comes next in any case; None if several may, or the output may end."""
+        if self._matcher.is_completed():
+            return None
+        found = None
+        for byte in _BYTES:
+            if self._matcher.accept_string(byte):
+                self._matcher.rollback(1)
+                if found is not None:
+                    return None
+                found = byte
+        return found

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -58,9 +59,14 @@ class Compiled(NamedTuple):
 
 
 class Compiler:
-    """Compiles on the thread that asks; several may."""
+    """Compiles on the thread that asks; several may.
+
+    Attributes:
+        info: the bytes of all tokens.
+    """
 
     def __init__(self, info: xgrammar.TokenizerInfo) -> None:
+        self.info = info
         self._compiler = xgrammar.GrammarCompiler(
             info, max_threads=1, cache_enabled=True, cache_limit_bytes=CACHE_BYTES
         )
@@ -91,6 +97,10 @@ class Compiler:
         return Compiled(
             self._compile(kind, free), _compiled_with(self._of_no_tokens, kind, counted)
         )
+
+    def forget(self) -> None:
+        """Compile later grammars as if they were the first."""
+        self._compiler.clear_cache()
 
     def _compile_tags(self, structural_tag: object) -> xgrammar.CompiledGrammar:
         kind = "structural_tag"
@@ -153,6 +163,26 @@ def dump_info(info: xgrammar.TokenizerInfo) -> bytes:
 def load_info(dumped: bytes) -> xgrammar.TokenizerInfo:
     """What :func:`dump_info` returned."""
     return xgrammar.TokenizerInfo.deserialize_json(dumped.decode())
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    special: bool = False
+
+
+class _TokenizerFile(msgspec.Struct):
+    """What is read of a ``tokenizer.json``."""
+
+    added_tokens: list[_AddedToken] = []
+
+
+def control_tokens(info: xgrammar.TokenizerInfo, vocabulary: Vocabulary) -> frozenset[int]:
+    """Tokens that are no text: those that the tokenizer names as special, those without bytes, and
+    those with which the model ends its output."""
+    content = Path(vocabulary.tokenizer).read_bytes()
+    added = msgspec.json.decode(content, type=_TokenizerFile).added_tokens
+    special = [token.id for token in added if token.special]
+    return frozenset([*special, *info.special_token_ids, *info.stop_token_ids])
 
 
 def token_characters(info: xgrammar.TokenizerInfo) -> TokenCharacters:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pd.core.errors import AbortedError, InvalidRequestError, PDError, RefusedError
+from pd.core.errors import (
+    AbortedError,
+    InvalidRequestError,
+    NodeFailedError,
+    PDError,
+    RefusedError,
+)
 from pd.core.messages import Abort, Generate, GenerateTogether, TakeBack, TakenBack
 from pd.core.request import RequestState
 from pd.node.validation import check_length, request_from
@@ -57,6 +64,7 @@ class Intake:
         self._sending, self._receiving = sending, receiving
         self._proxies, self._ready = proxies, ready
         self.compiling: list[Request] = []
+        self._replaying = threading.Lock()
 
     def register(self, handlers: Handlers) -> None:
         """Register the handlers of messages from proxies."""
@@ -101,6 +109,34 @@ class Intake:
 
     def _compiled(self, request: Request, found: MakeRules | PDError) -> None:
         """A request has its rules, or cannot have any. Any thread."""
+        if isinstance(found, PDError) or not request.num_produced:
+            self._ruled(request, found)
+            return
+        request.make_rules = found
+        # NOTE: without the lock, since a grammar may take seconds for a long output.
+        threading.Thread(
+            target=self._replay, args=(request, found), name="grammar-replay", daemon=True
+        ).start()
+
+    def _replay(self, request: Request, make_rules: MakeRules) -> None:
+        """Have a grammar follow the output of a resumed request; one request at a time."""
+        found: MakeRules | PDError = make_rules
+        with self._replaying:
+            try:
+                self._restore(request)
+            except PDError as error:
+                found = error
+            except Exception as error:
+                logger.exception("an output could not be replayed")
+                found = NodeFailedError(f"the output so far could not be replayed: {error}")
+        self._ruled(request, found)
+
+    def _restore(self, request: Request) -> None:
+        """Raises PDError."""
+        model = self._core.engine.model_config
+        restore_sampling(request, model.eos_token_ids, model.vocab_size)
+
+    def _ruled(self, request: Request, found: MakeRules | PDError) -> None:
         with self._core.events.event():
             if request.state.terminal:
                 return
@@ -120,12 +156,12 @@ class Intake:
 
     def _admit(self, request: Request) -> None:
         """Queue a request that lacks nothing but its turn."""
-        model = self._core.engine.model_config
-        try:
-            restore_sampling(request, model.eos_token_ids, model.vocab_size)
-        except PDError as error:
-            self._core.rooms.fail(request, error)
-            return
+        if request.resumed is None:
+            try:
+                self._restore(request)
+            except PDError as error:
+                self._core.rooms.fail(request, error)
+                return
         self._accept(request)
         continues = self._decodes(request) and request.max_new_tokens > 1
         if self._core.drafter is not None and continues and not request.state.terminal:

@@ -8,7 +8,7 @@ from collections import deque
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
-from pd.core.errors import NodeFailedError, PDError
+from pd.core.errors import PDError
 from pd.core.messages import Output, Stages
 from pd.core.request import RequestState, Sequence
 from pd.core.sampling_params import choice_seed
@@ -114,10 +114,10 @@ class DecodeScheduler:
             sequence.index = token.index
             try:
                 self._begin(sequence, token, repeat)
-            except NodeFailedError as error:
+            except PDError as error:
                 if prompt_sequence not in request.sequences:
                     request.sequences.append(prompt_sequence)  # for its pages
-                self._rooms.fail(request, error)
+                self._fail_choice(request, error)
                 return
         if not request.sequences:
             request.sequences = [prompt_sequence]
@@ -380,10 +380,10 @@ class DecodeScheduler:
             sequence.append(sampled.token_id)
             try:
                 finish = sequence.choice.observe(sampled.token_id)
+                forced = [] if finish is not None else self._jump_forward(sequence)
             except PDError as error:
                 self._fail_choice(sequence.request, error)
                 return
-            forced = [] if finish is not None else self._jump_forward(sequence)
             if finish is not None or forced:
                 taken = taken[:count]
                 break

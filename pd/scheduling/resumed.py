@@ -17,7 +17,7 @@ def restore_sampling(request: Request, eos_token_ids: tuple[int, ...], vocab_siz
     tokens. Others are left as they are.
 
     Raises:
-        InvalidRequestError: the output so far is complete.
+        InvalidRequestError: the output so far is complete, or the grammar takes too long for it.
         NodeFailedError: the grammar forbids it.
     """
     if not request.num_produced:

@@ -169,6 +169,19 @@ class TestGreedy:
             assert token == expected
             made.observe(token)
 
+    def test_min_tokens_counts_a_token_once_that_is_observed_before_the_launch(self) -> None:
+        """As beside a row with rules, for which the step before is accounted for meanwhile."""
+        logits = torch.linspace(0, 1, VOCAB)[None]
+        sampler, made = Sampler(VOCAB, "cpu"), state(temperature=0.0, min_tokens=3)
+        made.observe(3)
+        known = torch.tensor([4])
+        prepared = sampler.prepare([Draw(made, follows=0)], known)
+        made.observe(4)
+        assert sampler.launch(logits, prepared).result()[0].token_id == VOCAB - 2
+        made.observe(VOCAB - 2)
+        prepared = sampler.prepare([Draw(made)])
+        assert sampler.launch(logits, prepared).result()[0].token_id == VOCAB - 1
+
     def test_min_tokens_leaves_an_ignored_end_of_sequence(self) -> None:
         made = state(temperature=0.0, min_tokens=2, ignore_eos=True)
         assert greedy(torch.arange(VOCAB).float(), made) == VOCAB - 1

@@ -55,8 +55,8 @@ SCHEMA = {
     "$defs": {"inner": {"type": ["boolean", "null"]}},
 }
 JSON = Grammar("json_schema", json.dumps(SCHEMA))
-# Tokens without which JSON can be written: a dollar, a letter, something longer, something unused.
-STOP_IDS = (3, 35, 300, VOCAB_SIZE - 4)
+# A token that is no text ends complete JSON; a comma and a colon end any.
+STOP_ID, STOP_TEXTS = EOS - 1, (11, 25)
 FEATURES: dict[str, dict[str, Any]] = {
     "greedy": {"grammar": JSON},
     "seeded": {"grammar": JSON, "temperature": 1.0, "seed": 1},
@@ -75,7 +75,14 @@ FEATURES: dict[str, dict[str, Any]] = {
     "eos ignored": {"grammar": JSON, "temperature": 1.0, "seed": 6, "ignore_eos": True},
     "regex": {"grammar": Grammar("regex", "[ab]{2,9}(xy)*"), "temperature": 1.0, "seed": 7},
     "ebnf": {"grammar": Grammar("ebnf", 'root ::= "yes" | "no" root'), "temperature": 1.0},
-    "stop ids": {"grammar": JSON, "temperature": 1.0, "seed": 10, "stop_token_ids": STOP_IDS},
+    "stop ids": {
+        "grammar": JSON,
+        "temperature": 1.0,
+        "seed": 10,
+        "stop_token_ids": (STOP_ID,),
+        "logit_bias": {STOP_ID: 9.0},
+    },
+    "stop texts": {"grammar": JSON, "temperature": 1.0, "seed": 11, "stop_token_ids": STOP_TEXTS},
     "none": {"temperature": 1.0, "seed": 8},
     "short": {"grammar": JSON, "temperature": 1.0, "seed": 9, "max_tokens": 3},
     "one": {"grammar": JSON, "max_tokens": 1},

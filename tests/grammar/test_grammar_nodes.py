@@ -19,7 +19,8 @@ from grammar_nodes import (
     JSON,
     PROMPTS,
     SCHEMA,
-    STOP_IDS,
+    STOP_ID,
+    STOP_TEXTS,
     answers,
     ask,
     check_answers,
@@ -38,6 +39,7 @@ from pd.engine.token_rules import MASK_SECONDS
 from pd.grammar.compiler import CompileLimits
 from pd.grammar.grammars import Grammars
 from pd.grammar.rules import GrammarRules
+from pd.node import intake
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,6 +69,8 @@ def test_output_is_what_the_grammar_says(model: Path, plain: Answers) -> None:
         for tokens in tokens_of(plain[name]):
             is_stopped = tokens[-1] in params.get("stop_token_ids", ())
             text = tokenizer.decode(tokens[: -1 if is_stopped else None], skip_special_tokens=True)
+            if name == "stop texts" and is_stopped:
+                continue
             if params.get("grammar") is JSON and "max_tokens" not in params:
                 assert tokens[-1] == EOS or is_stopped, (name, text)
                 jsonschema.validate(json.loads(text), SCHEMA)
@@ -76,9 +80,40 @@ def test_output_is_what_the_grammar_says(model: Path, plain: Answers) -> None:
             elif name == "ebnf":
                 assert text in ("no" * n + "yes" for n in range(100))
     assert checked > 20
-    ends = {tokens[-1] for tokens in tokens_of(plain["stop ids"])}
-    assert ends & set(STOP_IDS)
-    assert {each.choices[0].finish.matched for each in plain["stop ids"]} == ends
+    assert {tokens[-1] for tokens in tokens_of(plain["stop ids"])} == {STOP_ID}
+    for name in ("stop ids", "stop texts"):
+        for each in plain[name]:
+            assert each.choices[0].finish.matched == each.tokens()[-1]
+
+
+def test_text_that_ends_an_output_comes_where_the_grammar_has_it(
+    model: Path, plain: Answers
+) -> None:
+    """And not where the output would be complete: so it is a part of what it ends."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    assert [tokenizer.id_to_token(token) for token in STOP_TEXTS] == [",", ":"]
+    stopped = [each for each in tokens_of(plain["stop texts"]) if each[-1] in STOP_TEXTS]
+    assert stopped
+    for tokens in stopped:
+        assert not set(tokens[:-1]) & set(STOP_TEXTS)
+        assert tokenizer.decode(tokens).startswith('{"name"')
+    comma, colon = STOP_TEXTS
+    a, b = (tokenizer.token_to_id(letter) for letter in "ab")
+    wanted = Grammar("regex", "a,b")
+    with cluster_of(model, "unified") as cluster:
+        for stop_ids, expected in (
+            ((comma,), [a, comma]),
+            ((colon,), [a, comma, b, EOS]),
+            ((STOP_ID, comma), [a, comma]),
+        ):
+            asked = ask(cluster, PROMPTS[0], grammar=wanted, stop_token_ids=stop_ids)
+            assert asked.tokens() == expected
+            assert asked.choices[0].finish.matched == expected[-1]
+        biased = {"stop_token_ids": (STOP_ID,), "logit_bias": {STOP_ID: 90.0}}
+        asked = ask(cluster, PROMPTS[0], grammar=wanted, ignore_eos=True, **biased)
+        assert asked.tokens() == [a, comma, b, STOP_ID]
+        asked = ask(cluster, PROMPTS[0], grammar=wanted, stop_token_ids=(comma,), min_tokens=3)
+        assert asked.tokens() == [a, comma, b, EOS]
 
 
 LITTLE_MEMORY = {"kv_cache_tokens": 600, "reserved_decode_tokens": 1}
@@ -152,6 +187,26 @@ def test_a_request_goes_on_after_any_token(
             assert pending.tokens() == known.tokens()
             assert pending.choices[0].finish == known.choices[0].finish
         cluster.wait_idle(30.0)
+
+
+def test_an_output_is_replayed_without_the_lock(
+    model: Path, plain: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other requests do not wait for the grammar of a resumed one."""
+    held: list[bool] = []
+    restore = intake.restore_sampling
+    tokens = plain["greedy"][0].tokens()
+    with cluster_of(model, "unified") as cluster:
+        lock: Any = cluster.unified[0].node.core.events.lock
+
+        def watched(*args: Any) -> None:
+            held.append(lock._is_owned())
+            restore(*args)
+
+        monkeypatch.setattr(intake, "restore_sampling", watched)
+        resumed = ask(cluster, PROMPTS[0], produced=tokens[:5], **FEATURES["greedy"])
+        assert resumed.tokens() == tokens
+    assert held == [False]
 
 
 def test_late_steps_change_nothing(model: Path, plain: Answers) -> None:

@@ -43,6 +43,7 @@ def nested(depth: int) -> Grammar:
 
 
 LONG = nested(300)
+SLOW = nested(240)
 LARGE = Grammar("regex", "(a{1,900}b{1,900}){1,900}")
 WRONG = [
     (Grammar("regex", "("), "parenthesis"),
@@ -247,6 +248,25 @@ def test_what_took_a_process_longer_is_handed_over_and_then_learned() -> None:
         assert mask.any()
     finally:
         made.close()
+
+
+def test_what_took_long_is_handed_over_each_time() -> None:
+    """Though a process that remembered its parts would compile it quickly again, nothing could end
+    that in a node, which may not remember them."""
+    compiler = GrammarCompiler(VOCABULARY, CompileLimits(60.0, 1 << 30, 64 << 20))
+    text = SLOW.text
+    try:
+        first = compiler.compile(SLOW)
+        assert first.cpu_seconds > 1.0
+        assert first.compiled
+        for number in range(2):
+            again = text.replace("{", f'{{"description": "{number}", ', 1)
+            found = compiler.compile(Grammar("json_schema", again))
+            assert found.compiled
+        for _ in range(2):
+            assert not compiler.compile(SMALL).compiled
+    finally:
+        compiler.close()
 
 
 def test_what_xgrammar_says_of_a_grammar_is_not_in_the_log(
