@@ -56,7 +56,8 @@ class Process:
 
     Attributes:
         forks: in tests, processes are forked from one that has imported everything
-            (``forked_commands.py``), but for those whose program is :data:`LAUNCH`.
+            (``forked_commands.py``), but for those whose program is :data:`LAUNCH` and those that
+            find modules elsewhere.
     """
 
     forks = False
@@ -83,6 +84,7 @@ class Process:
         self._ready: dict[str, Any] | None = None
         *before, namespace = self._prefix or [None]
         can_fork = self._program != LAUNCH and before in ([], ["ip", "netns", "exec"])
+        can_fork &= "PYTHONPATH" not in self._env
         if self.forks and can_fork:
             file, log = next(iter(self._program), None), self._log.fileno()
             self.child = ForkedCommand(file, self.command, env=env, namespace=namespace, log=log)

@@ -176,11 +176,14 @@ class _TokenizerFile(msgspec.Struct):
     added_tokens: list[_AddedToken] = []
 
 
+_TOKENIZER_FILE = msgspec.json.Decoder(_TokenizerFile)
+
+
 def control_tokens(info: xgrammar.TokenizerInfo, vocabulary: Vocabulary) -> frozenset[int]:
     """Tokens that are no text: those that the tokenizer names as special, those without bytes, and
     those with which the model ends its output."""
     content = Path(vocabulary.tokenizer).read_bytes()
-    added = msgspec.json.decode(content, type=_TokenizerFile).added_tokens
+    added = _TOKENIZER_FILE.decode(content).added_tokens
     special = [token.id for token in added if token.special]
     return frozenset([*special, *info.special_token_ids, *info.stop_token_ids])
 
