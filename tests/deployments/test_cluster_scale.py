@@ -109,6 +109,7 @@ def test_nodes_come_and_go_and_streams_go_on(file: Path) -> None:
     assert state_of(file) is None
 
 
+@pytest.mark.full
 def test_the_command_in_the_foreground_knows_who_came_and_who_was_sent_away(file: Path) -> None:
     up = Command("up", file)
     (url,) = up.urls().values()

@@ -250,6 +250,7 @@ def test_what_took_a_process_longer_is_handed_over_and_then_learned() -> None:
         made.close()
 
 
+@pytest.mark.full
 def test_what_took_long_is_handed_over_each_time() -> None:
     """Though a process that remembered its parts would compile it quickly again, nothing could end
     that in a node, which may not remember them."""
