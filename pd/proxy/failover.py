@@ -273,7 +273,9 @@ class Failovers:
             elif time.monotonic() - since > self._wait_seconds:
                 del self._waiting[attempt]
                 text = f"{error.message}; no other node could go on within {self._wait_seconds:g} s"
-                self._give_up(attempt, NodeFailedError(text), "no_node")
+                refused = isinstance(error, UnavailableError)
+                kind = UnavailableError if refused else NodeFailedError
+                self._give_up(attempt, kind(text), "no_node")
             else:
                 self._open(attempt, error)
 

@@ -32,7 +32,12 @@ def test_with_ucx_over_tcp(backend: Backend, file: str, only: str) -> None:
     command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider"]
     command += ["-rs", str(HERE / file), "-k", only]
     done = subprocess.run(
-        command, env=os.environ | backend.env, cwd=HERE.parents[1], capture_output=True, text=True
+        command,
+        # Options for tests are for those that are looked at.
+        env=os.environ | backend.env | {"PYTEST_ADDOPTS": ""},
+        cwd=HERE.parents[1],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert " passed" in done.stdout and " skipped" not in done.stdout, done.stdout

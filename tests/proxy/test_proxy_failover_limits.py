@@ -118,6 +118,19 @@ def test_a_request_waits_no_longer_than_it_may(cluster: Cluster) -> None:
     assert "no other node could go on within 1 s" in asked.error()["message"]
 
 
+def test_a_request_that_the_only_node_refuses_is_no_failure_of_a_node(cluster: Cluster) -> None:
+    """It drains, and the proxy was not told before it sent the request."""
+    node = cluster.node("unified", auto=False)
+    client = cluster.client(failover="on", text=False, failover_wait=0.5)
+    asked = Asked(client, {})
+    request = node.wait_generate()
+    node.ready = False
+    refuse(node, request)
+    error = asked.error()
+    assert error["type"] == "service_unavailable_error", error
+    assert "no other node could go on within 0.5 s" in error["message"]
+
+
 @pytest.mark.parametrize("params", [{}, {"regex": "a*"}], ids=["free", "grammar"])
 def test_a_decode_node_goes_on_alone_where_no_other_can(
     cluster: Cluster, params: dict[str, Any]
