@@ -58,7 +58,7 @@ def nothing_runs(network: dict[str, netns.Host]) -> bool:
     return not any(subprocess.run(c, capture_output=True, check=True).stdout for c in commands)
 
 
-@pytest.mark.parametrize("backend", ["tcp", "nixl"])
+@pytest.mark.parametrize("backend", ["tcp", pytest.param("nixl", marks=pytest.mark.full)])
 def test_load_from_a_host_and_what_all_hosts_say_are_in_one_directory(
     backend: str, network: dict[str, netns.Host], tmp_path: Path
 ) -> None:
@@ -89,7 +89,8 @@ def test_load_from_a_host_and_what_all_hosts_say_are_in_one_directory(
     assert state_of(file) is None
 
 
-@pytest.mark.parametrize("victim", ["decode", pytest.param("client", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("victim", ["decode", "client"])
 def test_a_host_that_dies_under_load_is_named_and_the_rest_is_stopped(
     victim: str, network: dict[str, netns.Host], tmp_path: Path
 ) -> None:

@@ -138,7 +138,7 @@ def sampled_cells(
 @pytest.mark.parametrize(
     ("kind", "drafter"),
     sampled_cells(
-        {("split", "tree")},
+        set(),
         LAYOUTS,
         DRAFTERS | TREE,
     ),
