@@ -29,6 +29,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+# What a proxy imports, besides modules of pd, until it has answered requests.
+SERVER_MODULES = (
+    "anyio._backends._asyncio",
+    "httpcore",
+    "pydantic.v1",
+    "tokenizers",
+    "uvicorn.protocols.http.httptools_impl",
+    "uvloop",
+)
 # What nodes and proxies import until they have answered requests, less libraries of backends, which
 # read the environment when they are imported.
 _PRELOADED = (
@@ -42,12 +51,7 @@ _PRELOADED = (
     "pd.launch",
     "pd.node.node",
     "pd.proxy.server",
-    "anyio._backends._asyncio",
-    "httpcore",
-    "pydantic.v1",
-    "tokenizers",
-    "uvicorn.protocols.http.httptools_impl",
-    "uvloop",
+    *SERVER_MODULES,
 )
 _CLONE_NEWNET, _CLONE_NEWNS = 0x40000000, 0x20000
 _MS_SLAVE_REC, _MNT_DETACH = 1 << 19 | 1 << 14, 2

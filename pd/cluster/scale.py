@@ -163,7 +163,7 @@ class _Scaling:
             counts |= totals
             left = [node for node in settings.nodes if counts[node.role]]
             known = {node.role for node in left}
-            # Of roles that the file does not have any more, nodes may run all the same.
+            # Nodes may run whose role the file does not have any more.
             left += [
                 settings.nodes[0].model_copy(update={"role": role})
                 for role in _ROLES

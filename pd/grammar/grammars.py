@@ -323,8 +323,8 @@ class Grammars:
         characters: TokenCharacters | None,
         ending: Collection[int],
     ) -> GrammarRules:
-        """Of the tokens that end a choice, those that are text come where the grammar has their
-        text, the others where it is complete."""
+        """Rules for a choice. A token that ends it comes where the grammar has its text, or, if
+        it is no text, where the grammar is complete."""
         stop_ids = [token for token in ending if token in self._control]
         return GrammarRules(compiled, characters, self._retokenizer, stop_ids)
 

@@ -49,7 +49,7 @@ CLIENTS = 6
 
 
 def names(file: Path) -> set[str]:
-    """Of the processes that ``status`` finds, which are all ready."""
+    """The names of the processes that ``status`` finds, which are all ready."""
     status, out, log = run("status", file)
     assert status == 0, out + log
     return {line.split()[1] for line in out.splitlines()[1:]}

@@ -8,15 +8,9 @@ import gc
 import importlib
 import ssl
 
-for name in (
-    "pd.proxy.processes.child",
-    "anyio._backends._asyncio",
-    "httpcore",
-    "pydantic.v1",
-    "tokenizers",
-    "uvicorn.protocols.http.httptools_impl",
-    "uvloop",
-):
+from forked_commands import SERVER_MODULES
+
+for name in ("pd.proxy.processes.child", *SERVER_MODULES):
     importlib.import_module(name)
 # As in tests/conftest.py.
 ssl.create_default_context = functools.cache(ssl.create_default_context)

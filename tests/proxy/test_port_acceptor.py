@@ -50,7 +50,7 @@ class Child:
 
 @pytest.fixture
 def memory() -> memoryview:
-    """Of the ledger of two children."""
+    """It holds the ledger of two children."""
     return memoryview(bytearray(Ledger.size(2)))
 
 

@@ -79,7 +79,7 @@ class ProxyProcesses:
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
         self.children: list[ChildProcess | None] = [None] * config.workers
-        # Of each child, and the watch over those that hang.
+        # Each child has a task that keeps it, and one watches for those that hang.
         self._keepers: list[asyncio.Task[None]] = []
         self._starting, self._failed = True, cast("StartFailed | None", None)
         self._performing: set[asyncio.Task[None]] = set()
