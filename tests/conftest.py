@@ -12,6 +12,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 import two_processes
 from cpu_costs import CpuCosts
 from processes import Process
@@ -111,7 +112,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # tests see both. tests/proxy/test_with_uvloop.py turns it round for some files.
     if os.environ.get("PD_TEST_LOOP") != "uvloop":
         sys.modules["uvloop"] = None  # type: ignore[assignment]
-    Process.forks = True
+    # What a forked process inherits of a GPU's libraries does not work there.
+    Process.forks = not torch.cuda.is_available()
     if two_processes.PROCESSES > 1:
         config.pluginmanager.register(two_processes)
     if config.option.cpu_costs is not None:

@@ -55,9 +55,9 @@ class Process:
     of pd-launch, a file that does more.
 
     Attributes:
-        forks: in tests, processes are forked from one that has imported everything
-            (``forked_commands.py``), but for those whose program is :data:`LAUNCH` and those that
-            find modules elsewhere.
+        forks: in tests on hosts without a GPU, processes are forked from one that has imported
+            everything (``forked_commands.py``), but for those whose program is :data:`LAUNCH` and
+            those that find modules elsewhere.
     """
 
     forks = False
