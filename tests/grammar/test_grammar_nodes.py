@@ -68,7 +68,8 @@ def test_output_is_what_the_grammar_says(model: Path, plain: Answers) -> None:
     for name, params in FEATURES.items():
         for tokens in tokens_of(plain[name]):
             is_stopped = tokens[-1] in params.get("stop_token_ids", ())
-            text = tokenizer.decode(tokens[: -1 if is_stopped else None], skip_special_tokens=False)
+            has_end = is_stopped or tokens[-1] == EOS
+            text = tokenizer.decode(tokens[: -1 if has_end else None], skip_special_tokens=False)
             if name == "stop texts" and is_stopped:
                 continue
             if params.get("grammar") is JSON and "max_tokens" not in params:

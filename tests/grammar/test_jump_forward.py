@@ -69,7 +69,8 @@ def test_output_is_what_the_grammar_says(model: Path, plain: Answers) -> None:
             is_stopped = tokens[-1] in params.get("stop_token_ids", ())
             if name == "stop texts" and is_stopped:
                 continue
-            text = tokenizer.decode(tokens[: -1 if is_stopped else None], skip_special_tokens=False)
+            has_end = is_stopped or tokens[-1] == EOS
+            text = tokenizer.decode(tokens[: -1 if has_end else None], skip_special_tokens=False)
             assert tokens[-1] == EOS or is_stopped, (name, text)
             jsonschema.validate(json.loads(text), SCHEMA)
     assert all(len(tokens) <= 3 for tokens in tokens_of(plain["short"]))
