@@ -10,9 +10,6 @@ gets.
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
@@ -30,18 +27,16 @@ INLINE_TEXT_BYTES = 1 << 10
 # request does not wait for one with a long text, nor that one seconds for one with a huge one.
 SHORT_BYTES, LONG_BYTES = 64 << 10, 1 << 20
 _THREADS = (2, 2, 1)
-# Threads of long work get a tenth of a core that others want, too.
-_NICENESS = 10
 
 
 class Background:
     """Runs functions, small ones at once. For the event loop's thread."""
 
     def __init__(self) -> None:
-        short, long, huge = _THREADS
-        self._short = ThreadPoolExecutor(short, "background-short")
-        self._long = ThreadPoolExecutor(long, "background-long", _be_nice)
-        self._huge = ThreadPoolExecutor(huge, "background-huge", _be_nice)
+        self._short, self._long, self._huge = (
+            ThreadPoolExecutor(count, f"background-{name}")
+            for count, name in zip(_THREADS, ("short", "long", "huge"), strict=True)
+        )
 
     async def run(self, size: int, function: Callable[..., T], *args: object) -> T:
         """Call ``function(*args)``, which works on about ``size`` bytes of JSON or text."""
@@ -60,11 +55,3 @@ class Background:
         """Begin nothing more; what runs ends by itself."""
         for pool in (self._short, self._long, self._huge):
             pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _be_nice() -> None:
-    """Have this thread give way to the event loop and to other processes where cores are few."""
-    if sys.platform == "linux":  # elsewhere a priority is that of the process
-        thread = threading.get_native_id()
-        niceness = max(_NICENESS, os.getpriority(os.PRIO_PROCESS, thread))
-        os.setpriority(os.PRIO_PROCESS, thread, niceness)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import os
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -17,7 +15,7 @@ from fake_node import wait_until
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd.proxy.background import INLINE_TEXT_BYTES, LONG_BYTES, SHORT_BYTES, Background
+from pd.proxy.background import INLINE_TEXT_BYTES, Background
 from pd.proxy.bodies import Body, count_json, text_size
 from pd.proxy.chat_template import ChatTemplate
 from pd.proxy.request_model import RequestModel
@@ -317,21 +315,3 @@ def test_templates_with_variables_of_clients_are_rendered_on_another_thread(
     at_once, later = threads
     assert not at_once.startswith("background")
     assert later.startswith("background")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities of their own")
-def test_long_work_gives_way_to_the_loop() -> None:
-    def niceness() -> int:
-        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
-    async def work() -> list[int]:
-        background = Background()
-        sizes = SHORT_BYTES, SHORT_BYTES + 1, LONG_BYTES + 1
-        found = [await background.run_on_thread(size, niceness) for size in sizes]
-        background.close()
-        return found
-
-    before = niceness()
-    short, long, huge = asyncio.run(work())
-    assert niceness() == short == before
-    assert long == huge == max(before, 10)
