@@ -456,7 +456,7 @@ def added_seconds(found: Streamed) -> list[float]:
 
 
 def added_beside_texts(found: Streamed) -> list[float]:
-    """Those of the tokens that were sent while a long text was under way."""
+    """Return the added times of the tokens that were sent while a long text was under way."""
     sent, added = _sent_and_added(found)
     counts = np.zeros(len(sent), bool)
     for began, ended in found.text_spans:

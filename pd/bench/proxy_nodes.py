@@ -43,7 +43,7 @@ _POLL_MS = 50
 
 
 class NodeScript(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the node says of itself and how it answers.
+    """The settings of a scripted node: its ``/server_info`` and how it answers.
 
     Attributes:
         model_path: directory of the tokenizer.

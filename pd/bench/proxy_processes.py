@@ -56,7 +56,7 @@ class Running:
         return msgspec.json.decode(line, type=type)
 
     def ask(self) -> dict[str, list[float]]:
-        """What a scripted node sent since it was asked last: times by request."""
+        """Return when a scripted node sent tokens since it was asked last: times by request."""
         self.tell(None)
         return self.hear(dict[str, list[float]])
 

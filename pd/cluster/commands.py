@@ -30,7 +30,7 @@ class NodePlan(NamedTuple):
 
     @property
     def device(self) -> str:
-        """Its device; empty if it picks one itself."""
+        """The device of the node; empty if the node picks one itself."""
         devices = self.settings.devices
         return devices[self.number % len(devices)] if devices else ""
 
@@ -51,7 +51,7 @@ def plan_nodes(spec: ClusterSpec) -> list[NodePlan]:
 def node_process(
     spec: ClusterSpec, plan: NodePlan, host: Host, *, with_key: bool, may_end: bool = False
 ) -> StartProcess:
-    """What starts a node on its host."""
+    """The message that starts a node on its host."""
     role = plan.settings.role
     return StartProcess(
         plan.name,

@@ -379,7 +379,7 @@ class _Scaling:
             self._running.wait(_ASK_SECONDS)
 
     def _not_used(self, started: Sequence[Process], told: set[str]) -> dict[Process, str]:
-        """What each new node that its proxy does not use is waiting for."""
+        """Have proxies use new nodes. Returns those that are not used yet, and why."""
         waiting: dict[Process, str] = {}
         for node in started:
             if not node.url:

@@ -36,7 +36,7 @@ def ask_readiness(host: Host, url: str) -> Readiness:
 
 
 def message_of(answer: Fetched) -> str:
-    """What a proxy says in an answer that is an error."""
+    """Return the message in an answer of a proxy that is an error."""
     try:
         message = str(json.loads(answer.body)["error"]["message"])
     except (ValueError, KeyError, TypeError):

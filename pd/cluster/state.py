@@ -44,7 +44,7 @@ class HostState(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, host: HostSettings) -> HostState:
-        """That of a host of the file."""
+        """The state of a host that the file names."""
         return cls(host.reach, host.interpreter, host.public_address, host.directory)
 
 

@@ -138,7 +138,7 @@ class Listener:
         # Accepted, but their protocol does not know of it yet.
         self._connecting: set[asyncio.Task[None]] = set()
         self._open: set[GuardedProtocol] = set()
-        # Without a request, the oldest first: those that never had one, and the others.
+        # Connections without a request, the oldest first: those of _new never had one.
         self._new: dict[GuardedProtocol, None] = {}
         self._idle: dict[GuardedProtocol, None] = {}
         # Closed for a moment to refuse a client when no descriptor is left.
@@ -156,7 +156,7 @@ class Listener:
         self._new[connection] = None
 
     def asks(self, connection: GuardedProtocol) -> bool:
-        """A connection has a request; whether there is room for it."""
+        """Note that a connection has a request. Returns whether one more may be served."""
         self._new.pop(connection, None)
         self._idle.pop(connection, None)
         asking = len(self._open) - len(self._new) - len(self._idle)
@@ -187,7 +187,9 @@ class Listener:
                 return
             excess -= connection.unread_bytes
             connection.give_way()
-            self._seldom.warn("clients do not read: those that have not for longest are closed")
+            self._seldom.warn(
+                "clients leave too much unread: those that have not read for longest are closed"
+            )
 
     def close(self) -> None:
         """Accept no more."""
@@ -212,7 +214,7 @@ class Listener:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                # Also what the network did to a connection before it was accepted.
+                # The network may have ended a connection before it was accepted, too.
                 self._seldom.warn(f"cannot accept connections: {error.strerror}")
                 if error.errno not in _NO_DESCRIPTORS or not self._refuse_with_spare():
                     self._loop.remove_reader(self._socket)

@@ -82,7 +82,8 @@ def schemas_of_tags(structural_tag: object) -> Iterator[tuple[Place, dict[str, A
 
 
 def patterns_of_tags(structural_tag: object) -> Iterator[tuple[Place, dict[str, Any]]]:
-    """The same for all formats that are a regular expression, in the field ``PATTERN_OF_TAG``."""
+    """All formats inside a structural tag that are a regular expression, in ``PATTERN_OF_TAG``, and
+    where each stands."""
     for place, part in _parts_of_tag(structural_tag):
         if part.get("type") == "regex" and PATTERN_OF_TAG in part:
             yield place, part

@@ -1,11 +1,11 @@
-"""Logging of our processes."""
+"""Logging of the processes of pd."""
 
 from __future__ import annotations
 
 import logging
 import sys
 
-# They report every request or step of theirs at "info".
+# Libraries that log every request or step of theirs at "info".
 _NOISY = ("httpx", "httpcore", "asyncio", "uvicorn")
 
 

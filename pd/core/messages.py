@@ -323,7 +323,7 @@ class PeerHeartbeat(Message):
 
 
 class Reservation(Message):
-    """D to P: slots for the prompt are reserved.
+    """D to P: D has reserved pages for the prompt.
 
     Attributes:
         epoch: minted by D, unique in its life; names this reservation in every write.
@@ -399,14 +399,14 @@ class AbortRoom(Message):
 
 
 class Drained(Message):
-    """P to D: no write of this epoch can land any more."""
+    """P to D: P reads no page for this epoch any more, and no write of it can reach D's pages."""
 
     room: bytes
     epoch: int
 
 
 class Returned(Message):
-    """P to D: nothing of this epoch was sent or will be; D may use the slots and reserve anew."""
+    """P to D: P has sent nothing of this epoch and will not. D may use the pages again."""
 
     room: bytes
     epoch: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-# NOTE: of what strangers write no part is looked at twice: each choice ends where it cannot fail.
+# NOTE: strangers write patterns, so none is matched twice: each choice ends where it cannot fail.
 _PART = re.compile(
     r"\[(?:\\.|[^\]\\])*(?:\]|\\?\Z)"  # a class
     r"|\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]{1,6}\}|c.|.|\Z)"  # an escape

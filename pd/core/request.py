@@ -44,8 +44,8 @@ class RequestState(Enum):
     BOOTSTRAPPING = auto()  # P: waits to run, D has not reserved yet
     WAITING = auto()  # P: waits to run; D: committed, waits for a place in the batch
     PREALLOCATING = auto()  # D: waits for the peer or for memory
-    RECEIVING = auto()  # D: slots reserved, KV on its way
-    RUNNING = auto()
+    RECEIVING = auto()  # D: pages reserved, KV on its way
+    RUNNING = auto()  # in the batch, or retracted from it
     SENDING = auto()  # P: computed, KV on its way (the queue called "in flight")
     DONE = auto()
     FAILED = auto()

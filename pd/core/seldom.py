@@ -1,4 +1,4 @@
-"""Warnings that strangers can cause as often as they like."""
+"""A limit to how often the same warning is logged, for those that strangers can cause."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         self._protocol = protocol
         self._plain: asyncio.Transport
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        # Made of the first bytes that come: it takes memory.
+        # It takes memory, so it is made when the first bytes come.
         self._tls: ssl.SSLObject | None = None
         self._is_established = self._is_closing = False
 

@@ -21,10 +21,10 @@ class PageState(IntEnum):
     """The one owner of a page at every moment."""
 
     FREE = 0
-    IN_TREE = 1  # of the radix tree, locked there or not
+    IN_TREE = 1  # in the radix tree, locked there or not
     OWNED = 2  # a sequence alone holds it
     RESERVED = 3  # promised to a transfer that has not committed
-    QUARANTINED = 4  # released, but a transfer may still write to it
+    QUARANTINED = 4  # its request has ended, but a transfer may still write to it
 
 
 class PageAllocator:

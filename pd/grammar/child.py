@@ -57,7 +57,7 @@ class CompileJob(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """What became of a job.
+    """The outcome of a job.
 
     Attributes:
         compiled: the compiled grammar as JSON of xgrammar; empty where that would take longer than
@@ -202,7 +202,7 @@ def _limit(job: CompileJob, idle_bytes: int) -> None:
 
 
 def _data_bytes() -> int:
-    """What counts for RLIMIT_DATA at present."""
+    """Return the bytes that count for RLIMIT_DATA at present."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[5]) * resource.getpagesize()
 

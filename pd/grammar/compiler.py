@@ -31,7 +31,7 @@ _END_SECONDS = 0.2
 
 
 class CompileLimits(NamedTuple):
-    """What compiling one grammar may take.
+    """Limits of compiling one grammar.
 
     Attributes:
         cpu_seconds: processor time.
@@ -135,7 +135,7 @@ class GrammarCompiler:
         return child
 
     def _died(self, child: subprocess.Popen[bytes], grammar: Grammar) -> Exception:
-        """What to say of the grammar during which a child ended."""
+        """Return the error of the grammar during which a child ended."""
         self._forget(child)
         if self._closed:
             return UnavailableError("the node stops")

@@ -1,4 +1,4 @@
-"""A queue in which nobody waits behind all that another has put into it."""
+"""A queue that serves its owners in turn."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """Serves owners in turn, and what one of them put in in its order. Not for several threads."""
+    """Items of one owner come in their order, and no owner waits behind all items of another. Not
+    for several threads."""
 
     def __init__(self) -> None:
         self._by_owner: OrderedDict[str, deque[T]] = OrderedDict()
@@ -18,7 +19,7 @@ class FairQueue(Generic[T]):
         return sum(map(len, self._by_owner.values()))
 
     def count(self, owner: str) -> int:
-        """What waits of one owner."""
+        """The number of items of one owner that wait."""
         return len(self._by_owner.get(owner, ()))
 
     def put(self, owner: str, item: T) -> None:

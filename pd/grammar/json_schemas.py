@@ -47,7 +47,7 @@ class WrongSchemaError(ValueError):
 
 
 def prepare(schema: object) -> object:
-    """What to hand to xgrammar in place of a schema, which is changed.
+    """Rewrite a schema for xgrammar. The given one is changed, too.
 
     Raises:
         ValueError: a keyword has a value of a wrong type, or a reference leads nowhere.
@@ -164,7 +164,7 @@ def _constant(value: Any) -> Any:
 
 
 def _of_type(part: dict[str, Any], kind: object, definitions: dict[str, Any]) -> dict[str, Any]:
-    """What a schema says about instances of one type."""
+    """Return the part of a schema that is about instances of one type."""
     keywords = OF_TYPES.get("number" if kind == "integer" else str(kind), ())
     said = {name: _constant(part[name]) for name in keywords if name in part}
     if kind == "string":

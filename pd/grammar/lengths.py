@@ -197,7 +197,7 @@ class _Places:
         self._words, self._shifts = self._tokens // 32, (self._tokens % 32).astype(np.int32)
 
     def in_mask(self, mask: IntArray) -> list[int]:
-        """Those that a mask allows."""
+        """The tokens that a mask allows."""
         allowed = (mask[self._words] >> self._shifts) & 1
         found: list[int] = self._tokens[allowed.astype(bool)].tolist()
         return found

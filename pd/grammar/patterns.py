@@ -42,7 +42,7 @@ _TOLD_APART = 64
 
 
 class _Beginning:
-    """What names begin with.
+    """A node in the tree of the beginnings of names.
 
     Attributes:
         following: by the character that comes next.
@@ -207,7 +207,7 @@ def _ranges(named: list[tuple[str, str]]) -> Ranges:
 
 
 def _but(node: _Beginning, length: int) -> str:
-    """What may come after a beginning of names."""
+    """A pattern of the text that may come after a beginning of names."""
     if length == _TOLD_APART:
         return ""
     here = sorted((ord(each), ord(each)) for each in node.following)

@@ -22,7 +22,7 @@ _REPEATING, _VARIED = 64, 32
 
 
 def slow_output(compiled: Compiled) -> str | None:
-    """What takes too long: two short outputs are tried. None if neither does."""
+    """Try two short outputs and return the reason why one takes too long; None if neither does."""
     for grammar in compiled:
         if grammar is None:
             continue

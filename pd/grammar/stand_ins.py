@@ -31,7 +31,7 @@ class _StandIn(ModuleType):
 
 
 class TokenizerFile:
-    """What xgrammar asks of transformers' ``PreTrainedTokenizerFast``."""
+    """The part of transformers' ``PreTrainedTokenizerFast`` that xgrammar uses."""
 
     def __init__(self, tokenizer_file: str) -> None:
         self.backend_tokenizer = Tokenizer.from_file(tokenizer_file)

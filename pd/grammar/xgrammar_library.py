@@ -161,7 +161,7 @@ def dump_info(info: xgrammar.TokenizerInfo) -> bytes:
 
 
 def load_info(dumped: bytes) -> xgrammar.TokenizerInfo:
-    """What :func:`dump_info` returned."""
+    """Load the result of :func:`dump_info`."""
     return xgrammar.TokenizerInfo.deserialize_json(dumped.decode())
 
 
@@ -171,7 +171,7 @@ class _AddedToken(msgspec.Struct):
 
 
 class _TokenizerFile(msgspec.Struct):
-    """What is read of a ``tokenizer.json``."""
+    """The part of a ``tokenizer.json`` that is read."""
 
     added_tokens: list[_AddedToken] = []
 
@@ -200,7 +200,7 @@ def dump_compiled(compiled: Compiled) -> bytes:
 
 
 def load_compiled(dumped: bytes, info: xgrammar.TokenizerInfo) -> Compiled:
-    """What :func:`dump_compiled` returned, for use with a vocabulary."""
+    """Load the result of :func:`dump_compiled`, for use with a vocabulary."""
     free, counted = _TEXTS.decode(dumped)
     load = xgrammar.CompiledGrammar.deserialize_json
     return Compiled(load(free, info), None if counted is None else load(counted, _no_tokens()))
@@ -230,7 +230,7 @@ def allows(compiled: Compiled, text: str | bytes) -> bool:
 
 
 def _prepared(text: str, change: Callable[[object], object]) -> object:
-    """What a text of JSON says, with its schemas as xgrammar needs them. Raises ValueError."""
+    """Parse a text of JSON and write its schemas as xgrammar needs them. Raises ValueError."""
     try:
         return change(json.loads(text))
     except json.JSONDecodeError as error:

@@ -282,7 +282,7 @@ class ControlThread(threading.Thread):
         try:
             gap = received.missing(number)
         except ValueError as error:
-            logger.warning("%.64r: %s", link.identity, error)
+            logger.warning("ignored a message of %.64r: %s", link.identity, error)
             return
         if received.began > began > 0 and not link.dialled:
             self._guarded(self._handler.on_anew, link.identity)

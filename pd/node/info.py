@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 def transfer_info(node: Node) -> dict[str, object]:
     """Transfer backends that are offered, the one of each peer, and one to sum it up: the one in
-    use or, before the first peer, the one that this node prefers. Also the number of staging slots
-    that wait for a lost link."""
+    use or, before the first peer, the one that this node prefers. Also the number of staging
+    buffers that wait for a lost link."""
     if not node.transfers:
         return {
             "transfer_backend": "none",

@@ -146,9 +146,8 @@ class Node:
     def _close(self, ended: float, request: Request) -> None:
         """Release the pages of an ended request, unless something can still touch them.
 
-        Schedulers and ends release pages of a request that goes on: when a choice is complete
-        (``DecodeScheduler._leave``), when a sequence is retracted or parked, and when an admission
-        fails after it has matched cached pages.
+        Schedulers and ends release pages of requests that go on; the table of owners in
+        docs/architecture.md says when.
         """
         if request.in_step or not all(end.may_release(request) for end in self.ends):
             self.rooms.closing.rest(ended, request)

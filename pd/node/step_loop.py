@@ -84,7 +84,7 @@ class StepLoop(threading.Thread):
         self._to_launch = [0.0, 0.0]
         # The last step, if the device tells how long it took.
         self._timed: tuple[StepShape, DeviceTimer] | None = None
-        # That of the last step with drafts.
+        # The timer of the last step with drafts.
         self._timed_drafts: DeviceTimer | None = None
         # When the launch of the step behind the one to be accounted for began, if there is one.
         self._next_began: float | None = None

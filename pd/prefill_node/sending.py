@@ -136,7 +136,7 @@ class SendingEnd(PromptSender):
 
     def _refuse_unknown(self, sender: str, room: bytes = b"", epoch: int = 0) -> None:
         """Have a decode node that is not known, or not any more, shake hands (again)."""
-        logger.warning("%s is not known here", sender)
+        logger.warning("decode node %s did not shake hands with this node; it is asked to", sender)
         error = ErrorInfo(HandshakeError.kind, f"{sender} did not shake hands")
         self.decode_peers.send(self._abort(sender, room, epoch, error))
 
@@ -154,7 +154,7 @@ class SendingEnd(PromptSender):
             self.take_reservation(outgoing, early[1])
 
     def _on_reservation(self, identity: bytes, message: Reservation) -> None:
-        """The peer reserved slots, for a room that may be known, unknown yet, or ended."""
+        """The peer reserved pages for a room, which may be known, unknown yet, or ended."""
         self._core.events.work_available.set()
         if not self.decode_peers.renew(message.sender):
             self._refuse_unknown(message.sender, message.room, message.epoch)

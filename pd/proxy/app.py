@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from pd.proxy.typed_routes import Handler
 
 
-# Of a path in a message.
+# Characters of a path that an error quotes.
 _MAX_PATH_CHARACTERS = 100
 
 

@@ -39,7 +39,7 @@ class ServerCertificate:
 
     @property
     def warnings(self) -> list[str]:
-        """What clients will not accept of the files, and what is not secret."""
+        """Faults of the files for which clients refuse them, and keys that others may read."""
         return self._loaded.warnings
 
     def context(self) -> ssl.SSLContext:
@@ -65,7 +65,7 @@ class ServerCertificate:
             log.warning("%s", warning)
 
     def _state(self) -> list[tuple[int, int, int] | None]:
-        """What changes when one of the files does; symbolic links are followed."""
+        """Return a value that changes when one of the files does; symbolic links are followed."""
         found: list[tuple[int, int, int] | None] = []
         for path in (self._cert, self._key):
             try:

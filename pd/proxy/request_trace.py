@@ -57,7 +57,7 @@ class RequestTrace:
     request's arrival), ``input_length``, ``output_length`` (tokens of the longest answer) and
     ``hash_ids``, a hash for each 512 tokens that stands for all tokens up to its end and for the
     ``cache_salt``. Rows are in the order in which requests ended. Neither text nor token ids are
-    written, but who knows the beginning of a prompt can tell whether a row has it.
+    written, but a reader who knows the beginning of a prompt can tell whether a row has it.
 
     Args:
         began: when the proxy started, on the monotonic clock.

@@ -54,7 +54,7 @@ class ClosingQueue:
     def look_at_transfers(self, since: float = -math.inf) -> None:
         """Make resting requests due whose transfers may have released their pages: the last ones in
         the queue that ended after ``since``. A request is left out if one
-        that ended earlier rests behind it."""
+        that ended earlier rests behind it; the next tick looks at all of them."""
         rested = self._in_transfer
         while rested and rested[-1][0] > since:
             self._due.appendleft(rested.pop())

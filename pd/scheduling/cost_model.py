@@ -204,7 +204,7 @@ def _least_squares(matrix: FloatArray, target: FloatArray) -> FloatArray:
             if not below.any():
                 found = wanted
                 break
-            # As far towards it as no entry becomes negative.
+            # Go towards the solution until the first entry would become negative.
             ratios = np.where(below, found / np.where(below, found - wanted, 1.0), np.inf)
             step = ratios.min()
             found = found + step * (wanted - found)

@@ -133,7 +133,7 @@ class Memory:
             sequence.num_noted = stop
 
     def commit(self, sequence: Sequence) -> None:
-        """Reserved pages become the sequence's own, filled or not."""
+        """Make reserved pages the sequence's own, whether or not KV has arrived in them."""
         own = sequence.pages[sequence.owned]
         self.allocator.move(own, PageState.RESERVED, PageState.OWNED)
 

@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 # Log probabilities of a prompt need a row of the vocabulary per token; this bounds their memory.
 MAX_LOGPROB_CHUNK = 512
-# Prompts whose tokens are counted with each step; more of them are not few.
+# Up to so many prompts that wait, their tokens are counted anew for each step.
 _MOST_COUNTED = 16
-# Prompts that were computed are forgotten after so long, since others take their pages; those that
-# will not be, after so long.
+# Seconds after which prompts are forgotten that were computed, since others take their pages, and
+# those that will not be computed.
 _COMPUTED_SECONDS, _ABANDONED_SECONDS = 10.0, 1.0
-# Tokens that are asked for still when others are forgotten: a few milliseconds' work.
+# Tokens of waiting prompts that are noted again when others are forgotten, in a few milliseconds.
 _MOST_KEPT = 200_000
 # A step of so many tokens makes full use of a GPU: with more it takes longer in proportion, and a
 # prompt that ends in it would wait for tokens of others.
 _FULL_STEP = 2048
-# But where more waits, a step is this part of it: it ends earlier than all of it, and hardly less
-# is computed per second.
+# Behind a long queue such a step is this part of the queue: then it ends much earlier than all of
+# the queue would, and hardly less is computed per second.
 _STEPS_OF_QUEUE = 8
 # A prompt does not wait for another of which more than so many times as much is left.
 _SHORTER = 2

@@ -21,10 +21,10 @@ _AWAITING_FACTOR = 2.0
 # Token 2 of an answer that comes from another node waits for the step under way, and then for one
 # of its own: these take so much of the objective each.
 _JOINING_SHARE = 0.5
-# Behind so many such steps in a row comes one that is as long as others: prompts get on where
+# After so many such short steps in a row, one is as long as others, so that prompts get on where
 # answers come all the time.
 _MOST_SHORTENED = 4
-# By how much it may come earlier or later than predicted.
+# Seconds by which an answer may come earlier or later than predicted.
 _EARLY_SECONDS, LATE_SECONDS = 0.015, 0.03
 
 

@@ -329,7 +329,7 @@ def _begin(drafter: Drafter, works: list[Work]) -> None:
     try:
         drafter.begin(works)
     except Exception as error:  # noqa: BLE001
-        _no_drafts.warn(f"nothing was drafted: {error!r}")
+        _no_drafts.warn(f"the drafter failed; the step has no drafts: {error!r}")
         for work in works:
             work.draft = work.sequence.carried = None
 
@@ -346,7 +346,7 @@ def _follow(drafter: Drafter, step: StepOnDevice) -> None:
     except NodeFailedError:
         raise
     except Exception as error:  # noqa: BLE001
-        _no_drafts.warn(f"nothing was drafted: {error!r}")
+        _no_drafts.warn(f"the drafter failed; the step has no drafts: {error!r}")
         # Passes that were queued before may still write to pages of these sequences.
         if step.sampled.is_cuda:
             torch.cuda.synchronize(step.sampled.device)
@@ -366,7 +366,7 @@ def _draft(drafter: Drafter, works: list[Work]) -> None:
     try:
         drafts = drafter.draft(requests, prompt_tokens)
     except Exception as error:  # noqa: BLE001
-        _no_drafts.warn(f"nothing was drafted: {error!r}")
+        _no_drafts.warn(f"the drafter failed; the step has no drafts: {error!r}")
         return
     for work, draft in zip(asked, drafts, strict=True):
         work.draft = draft

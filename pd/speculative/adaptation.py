@@ -26,7 +26,7 @@ _PRIOR_SHARE, _PRIOR_WEIGHT = 0.75, 2.0
 # How much of what was seen remains after each draft, and after each step without one: a sequence
 # for which drafting does not pay is tried again after a hundred steps or so.
 _KEPT, _KEPT_AT_REST = 0.9, 0.98
-# The same for what was seen of all sequences.
+# The part of what was seen of all sequences that remains after each draft.
 _KEPT_OF_ALL = 0.98
 # Steps for which a batch that drafts nothing is not asked again.
 REST_STEPS = 16
@@ -109,7 +109,7 @@ class _Acceptance:
 
 @dataclass(slots=True)
 class _Pace:
-    """What steps of one kind take in the running node, as a multiple of their cost."""
+    """The time of steps of one kind in the running node, as a multiple of their cost."""
 
     value: float = 1.0
     count: int = 0

@@ -6,9 +6,9 @@ differ. Control messages (reservation, commit, abort, drained) travel on the nod
 a backend moves only KV bytes.
 
 All methods may be called from any thread, and keep order within one sender. The node holds its lock
-when it calls them, so they return without waiting for the network or a GPU. There are two
-exceptions: :meth:`TransferManager.close` is called without the lock and waits for threads, and
-:meth:`TransferManager.connect` is called without the lock on D, by a thread that shakes hands.
+when it calls them, but for :meth:`TransferManager.close` and, on D, for
+:meth:`TransferManager.connect`, which a thread calls that shakes hands. None waits for the network
+or a GPU; ``close`` waits for threads.
 States only move forward; the first recorded error wins. An exception that a method does not name
 ends its request alone (:mod:`pd.transfer.contained`).
 """
@@ -67,7 +67,7 @@ class KVBuffer(Protocol):
 
 
 class TransferState(IntEnum):
-    """State of a sender or a receiver. Larger is later; FAILED and DONE are terminal."""
+    """State of a sender or a receiver: ACTIVE until it is DONE or has FAILED, for good."""
 
     ACTIVE = 0
     DONE = 1
@@ -117,7 +117,7 @@ class Sender(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Drop what has not been issued. Idempotent; the state becomes FAILED."""
+        """Drop what has not been issued. Idempotent; the state becomes FAILED unless it is DONE."""
 
     @abstractmethod
     def drained(self) -> bool:

@@ -66,7 +66,9 @@ class ChoosingManager(TransferManager):
             if old is not None:
                 self.disconnect(peer.instance_id)
             for obstacle in obstacles:
-                logger.info("not for %s: %s", peer.instance_id, obstacle)
+                logger.info(
+                    "a transfer backend does not work with %s: %s", peer.instance_id, obstacle
+                )
         manager.connect(peer)
         with self._lock:
             self._chosen[peer.instance_id] = manager

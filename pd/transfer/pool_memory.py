@@ -59,7 +59,7 @@ class Stretches:
     ) -> None:
         self._table = np.empty((len(addresses), 2), dtype=np.int64)
         self._table[:, 0], self._table[:, 1] = addresses, lengths
-        # The same memory: plain integers are quicker to read and write than numpy's.
+        # The memory of _table as plain integers, which are quicker to read and write than numpy's.
         self._cells = memoryview(self._table.data).cast("B").cast("q")
         self._address = self._table.ctypes.data
         self._ends: list[int] = np.cumsum(lengths).tolist() if ends is None else ends

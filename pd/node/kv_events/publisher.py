@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What a stranger may send: subscriptions and requests of 8 bytes.
+# Subscribers, who may be strangers, send subscriptions and requests of 8 bytes.
 _MAX_INCOMING_BYTES = 1024
 # Batches that may be repeated have so many bytes at most, whatever their number.
 _MAX_REPLAY_BYTES = 64 << 20
 _REQUESTS_PER_TURN = 64
-# Everything is published again at most so often, whoever asks.
+# Seconds at least between two publications of everything, however many subscribers ask.
 _SNAPSHOT_INTERVAL = 5.0
 _JOIN_SECONDS = 5.0
 

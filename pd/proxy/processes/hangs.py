@@ -25,7 +25,7 @@ _LOOKS = 60  # in that time
 
 @dataclass
 class _Stillness:
-    """What is known of a child that has not turned since the last look.
+    """The state of a child whose event loop has not turned since the last look.
 
     Attributes:
         turned: when it turned last, as the ledger has it.

@@ -103,7 +103,7 @@ class FakeLink:
             self._closed = True
             for sender in self._senders:
                 sender.fail(TransferError(reason))
-            # What could not be recalled.
+            # Writes that could not be recalled.
             for write in self._heap:
                 self._resolve(write, landed=False)
             self._heap = []

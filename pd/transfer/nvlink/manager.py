@@ -131,7 +131,7 @@ class NvlinkManager(TransferManager):
         published = peer.address_of(self.name)
         pool = PeerPool.parse(published, name, self._key, peer.kv)
         if peer.role == "prefill":
-            return  # it stores to us
+            return  # a prefill node stores into the pool of this one
         obstacle = nvlink_obstacle(self._address, published)
         if obstacle is not None:
             raise TransferError(f"nvlink to {name} is not possible: {obstacle}")

@@ -105,7 +105,7 @@ class Channel:
 
     Attributes:
         peer: instance id of the other side, proven by the greeting.
-        inbound: we are D.
+        inbound: the peer opened the channel, so that this node is D.
         origin: the other side's address, for logs.
     """
 

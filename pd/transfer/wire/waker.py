@@ -8,7 +8,8 @@ import socket
 
 
 class Waker:
-    """A pipe to the selector of one thread. It is registered with :meth:`drain` as data."""
+    """A pair of sockets of which the selector of one thread watches the reading end, with
+    :meth:`drain` as data."""
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._reader, self._writer = socket.socketpair()
@@ -19,7 +20,7 @@ class Waker:
     def wake(self) -> None:
         """Have the selector return. Any thread."""
         with contextlib.suppress(OSError):
-            # Full: the thread wakes anyway. Closed: there is no thread.
+            # If the buffer is full, the thread wakes anyway; if the socket is closed, it has ended.
             self._writer.send(b"\0")
 
     def drain(self) -> None:
