@@ -387,6 +387,10 @@ class CommitAck(Message):
     epoch: int
 
 
+# ``AbortRoom`` with this kind is no failure: token 1 ended the request.
+FINISHED = "finished"
+
+
 class AbortRoom(Message):
     """Either way: the sender gave the room up. From D to P it asks for :class:`Drained`.
 

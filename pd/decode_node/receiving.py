@@ -11,13 +11,16 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from pd.core.errors import (
+    AbortedError,
     HandshakeError,
+    NodeFailedError,
     PDError,
     PeerFailedError,
     TransferError,
     error_of_peer,
 )
 from pd.core.messages import (
+    FINISHED,
     HEARTBEAT_INTERVAL,
     LEASE_SECONDS,
     AbortRoom,
@@ -255,7 +258,7 @@ class ReceivingEnd(PromptReceiver):
             self._acknowledge(message.sender, message.room, message.epoch)
             return
         if incoming is None or incoming.request.state is not RequestState.RECEIVING:
-            error = ErrorInfo("node_failed", "the decode node does not hold this reservation")
+            error = ErrorInfo(NodeFailedError.kind, "the decode node does not hold the reservation")
             self._post_abort(message.sender, message.room, message.epoch, error)
             return
         if incoming.commit is None and self._acceptable(incoming.request, message):
@@ -389,11 +392,12 @@ class ReceivingEnd(PromptReceiver):
         # NOTE: the peer knows no epoch until it has the reservation.
         if not incoming.is_from_peer(message.sender, message.epoch or incoming.epoch):
             return
-        if message.error.kind == "finished":
+        if message.error.kind == FINISHED:
             self._rooms.finish(incoming.request)
             return
         error = error_of_peer(message.error.kind, message.error.message)
-        self._rooms.fail(incoming.request, error, tell_proxy=message.error.kind != "aborted")
+        by_proxy = message.error.kind == AbortedError.kind
+        self._rooms.fail(incoming.request, error, tell_proxy=not by_proxy)
 
     def ended(self, request: Request, before: RequestState) -> None:
         """Quarantine pages that the peer may still be writing to, and ask it to drain."""
@@ -407,7 +411,7 @@ class ReceivingEnd(PromptReceiver):
         if incoming.committed:
             return
         error = request.error
-        kind, text = ("aborted", "done") if error is None else (error.kind, error.message)
+        kind, text = (AbortedError.kind, "done") if error is None else (error.kind, error.message)
         incoming.abort_error = ErrorInfo(kind, text)
         if before is RequestState.RECEIVING:
             assert incoming.receiver is not None

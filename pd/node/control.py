@@ -16,9 +16,9 @@ from pd.core.cluster_key import curve_client_keypair, curve_server_keypair
 from pd.core.errors import HandshakeError, SetupError
 from pd.core.messages import MAX_MESSAGE_BYTES, AnyMessage, Message, counts, decode, encode
 from pd.core.numbering import Received, Sent
+from pd.core.waker import Waker
 from pd.node.curve import admit_only
 from pd.node.half_open import HalfOpenLimit
-from pd.node.wakeup import Wakeup
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -113,12 +113,12 @@ class ControlThread(threading.Thread):
         self._received: dict[ControlLink, Received] = {}
         self._outbox: deque[tuple[ControlLink, bytes, bool]] = deque()
         self._calls: deque[Callable[[], None]] = deque()
-        self._wakeup = Wakeup()
+        self._waker = Waker()
         self._poller = zmq.Poller()
         self._half_open = HalfOpenLimit(self._router)
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._half_open.monitor, zmq.POLLIN)
-        self._poller.register(self._wakeup, zmq.POLLIN)
+        self._poller.register(self._waker, zmq.POLLIN)
         self._running = True
 
     def _open(self, kind: int, *, ipv6: bool) -> zmq.Socket[bytes]:
@@ -159,16 +159,16 @@ class ControlThread(threading.Thread):
             logger.error("%s for %.64r is too large: %d bytes", kind, link.identity, len(frame))
             frame = b""
         self._outbox.append((link, frame, counts(message)))
-        self._wakeup.send()
+        self._waker.wake()
 
     def wake(self) -> None:
         """Have :meth:`ControlHandler.on_poll` called soon."""
-        self._wakeup.send()
+        self._waker.wake()
 
     def call(self, function: Callable[[], None]) -> None:
         """Run ``function`` on the control thread."""
         self._calls.append(function)
-        self._wakeup.send()
+        self._waker.wake()
 
     def connect(self, identity: bytes, endpoint: str) -> None:
         """Open a DEALER to a prefill node (control thread only). Raises HandshakeError when the
@@ -221,8 +221,8 @@ class ControlThread(threading.Thread):
             until_tick = math.ceil((next_tick - time.monotonic()) * 1000)
             timeout = _FAST_POLL_MS if soon else max(0, until_tick)
             for ready, _ in self._poller.poll(timeout):
-                if ready == self._wakeup.fileno():
-                    self._wakeup.clear()
+                if ready == self._waker.fileno():
+                    self._waker.drain()
                 elif ready is self._half_open.monitor:
                     self._half_open.look()
                 else:
@@ -325,4 +325,4 @@ class ControlThread(threading.Thread):
         if self._authenticator is not None:
             self._authenticator.stop()
         self._context.destroy(linger=200)
-        self._wakeup.close()
+        self._waker.close()

@@ -7,12 +7,15 @@ import time
 from typing import TYPE_CHECKING
 
 from pd.core.errors import (
+    AbortedError,
     HandshakeError,
+    NodeFailedError,
     PeerFailedError,
     TransferError,
     error_of_peer,
 )
 from pd.core.messages import (
+    FINISHED,
     LEASE_SECONDS,
     AbortRoom,
     CommitAck,
@@ -44,9 +47,6 @@ if TYPE_CHECKING:
     from pd.transfer.base import TransferManager
 
 logger = logging.getLogger(__name__)
-
-# ``AbortRoom`` with this kind is no failure: token 1 ended the request.
-FINISHED = "finished"
 
 
 class SendingEnd(PromptSender):
@@ -168,11 +168,11 @@ class SendingEnd(PromptSender):
             return
         outgoing = request.outgoing
         if outgoing is None or message.sender != request.peer:
-            self._refuse(message, ErrorInfo("node_failed", "the room is for another node"))
+            self._refuse(message, _misused("the room is for another node"))
             return
         first = outgoing.reservation
         if first is not None and first.epoch != message.epoch:
-            self._refuse(message, ErrorInfo("node_failed", "the room has a reservation already"))
+            self._refuse(message, _misused("the room has a reservation already"))
         elif request.state.terminal:
             error = _reason(request)
             if first is None:
@@ -374,7 +374,8 @@ class SendingEnd(PromptSender):
             logger.warning("dropped an abort of room %s: wrong epoch", message.room.hex())
             return
         error = error_of_peer(message.error.kind, message.error.message)
-        self._rooms.fail(outgoing.request, error, tell_proxy=message.error.kind != "aborted")
+        by_proxy = message.error.kind == AbortedError.kind
+        self._rooms.fail(outgoing.request, error, tell_proxy=not by_proxy)
 
     def ended(self, request: Request, before: RequestState) -> None:
         outgoing = request.outgoing
@@ -416,7 +417,7 @@ class SendingEnd(PromptSender):
                 continue
             if self._patience.is_over(came, LEASE_SECONDS):
                 del self._early[key]
-                self._refuse(reservation, ErrorInfo("node_failed", "prefill node got no request"))
+                self._refuse(reservation, _misused("prefill node got no request"))
         for outgoing in self._outgoing():
             request = outgoing.request
             if request.state is RequestState.RUNNING and outgoing.sender is not None:
@@ -457,6 +458,11 @@ class SendingEnd(PromptSender):
         if to in self.decode_peers:
             own = self._core.instance_id
             self.decode_peers.send(Drained(to=to, sender=own, room=room, epoch=epoch))
+
+
+def _misused(text: str) -> ErrorInfo:
+    """The error of a reservation that the node cannot use."""
+    return ErrorInfo(NodeFailedError.kind, text)
 
 
 def _reason(request: Request) -> ErrorInfo:

@@ -229,7 +229,7 @@ def test_what_is_posted_before_the_stop_is_sent_and_later_calls_do_nothing() -> 
     for _ in range(100):
         server.node.control.call(lambda: None)
     assert threading.active_count() == before
-    assert server.node.control._wakeup.fileno() == -1
+    assert server.node.control._waker.fileno() == -1
 
 
 @pytest.mark.parametrize("key", [None, KEY])

@@ -12,10 +12,10 @@ import zmq
 
 from pd.core.cluster_key import kv_events_client_keypair, kv_events_server_keypair
 from pd.core.errors import SetupError
+from pd.core.waker import Waker
 from pd.node.curve import admit_only
 from pd.node.half_open import HalfOpenLimit
 from pd.node.kv_events.wire import END_OF_REPLAY, NUMBER_BYTES, EventEncoder
-from pd.node.wakeup import Wakeup
 
 if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator
@@ -78,7 +78,7 @@ class KVEventPublisher(threading.Thread):
         self._running = True
         self._context = zmq.Context()
         self._authenticator: ThreadAuthenticator | None = None
-        self._wakeup = Wakeup()
+        self._waker = Waker()
         events, replays = config.endpoints()
         try:
             self._pub = self._open(zmq.PUB, config.hwm, events, cluster_key)
@@ -100,7 +100,7 @@ class KVEventPublisher(threading.Thread):
     def publish(self, changes: BlockChanges) -> None:
         """Publish changes soon. One thread at a time may call this."""
         self._waiting.append(_Waiting(changes, time.time()))
-        self._wakeup.send()
+        self._waker.wake()
 
     def take_snapshot_wish(self, now: float) -> bool:
         """Whether to publish everything now, because a subscriber missed more than is kept.
@@ -113,7 +113,7 @@ class KVEventPublisher(threading.Thread):
     def close(self) -> None:
         """Publish what waits, and end."""
         self._running = False
-        self._wakeup.send()
+        self._waker.wake()
         if self.ident is None:
             self._close()
         else:
@@ -121,7 +121,7 @@ class KVEventPublisher(threading.Thread):
 
     def run(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._wakeup, zmq.POLLIN)
+        poller.register(self._waker, zmq.POLLIN)
         if self._router is not None:
             poller.register(self._router, zmq.POLLIN)
         limits = [HalfOpenLimit(each) for each in (self._pub, self._router) if each is not None]
@@ -129,8 +129,8 @@ class KVEventPublisher(threading.Thread):
             poller.register(limit.monitor, zmq.POLLIN)
         while self._running or self._waiting:
             ready = dict(poller.poll(None if self._running else 0))
-            if self._wakeup.fileno() in ready:
-                self._wakeup.clear()
+            if self._waker.fileno() in ready:
+                self._waker.drain()
             for limit in limits:
                 limit.look()
             try:
@@ -216,7 +216,7 @@ class KVEventPublisher(threading.Thread):
         if self._authenticator is not None:
             self._authenticator.stop()
         self._context.destroy(linger=200)
-        self._wakeup.close()
+        self._waker.close()
 
 
 def make_publisher(config: NodeConfig) -> KVEventPublisher | None:

@@ -19,13 +19,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pd.core.errors import TransferError
+from pd.core.waker import Waker
 from pd.transfer.pool_memory import CALL_BYTES
 from pd.transfer.tcp.frames import HEADER, Frame, decode_header
 from pd.transfer.tcp.host_buffers import Scatters, StagingBuffers
 from pd.transfer.tcp.landing import DirectLanding, StagedLanding
 from pd.transfer.wire.acceptor import Acceptor
 from pd.transfer.wire.errors import PeerDataError
-from pd.transfer.wire.waker import Waker
 
 if TYPE_CHECKING:
     from pd.core.starvation import Patience
@@ -109,7 +109,8 @@ class TcpInbox:
             "data connection",
             self._welcome,
         )
-        self._waker = Waker(self._selector)
+        self._waker = Waker()
+        self._selector.register(self._waker, selectors.EVENT_READ, self._waker.drain)
         self._thread = threading.Thread(target=self._run, name="pd-tcp-inbox", daemon=True)
         self._thread.start()
 

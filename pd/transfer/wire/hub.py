@@ -9,11 +9,11 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from pd.core.starvation import Patience
+from pd.core.waker import Waker
 from pd.transfer.wire.acceptor import Acceptor
 from pd.transfer.wire.channel import Channel, ChannelEvents, DialEvents
 from pd.transfer.wire.dialler import Dialler, PeerGoneError, longer_pause
 from pd.transfer.wire.greeting import PeerRefusedError
-from pd.transfer.wire.waker import Waker
 
 if TYPE_CHECKING:
     import socket
@@ -125,7 +125,8 @@ class ChannelHub:
             self._welcome,
         )
         self.port = self._acceptor.port
-        self._waker = Waker(self._selector)
+        self._waker = Waker()
+        self._selector.register(self._waker, selectors.EVENT_READ, self._waker.drain)
         self._thread = threading.Thread(target=self._run, name=f"pd-{service}-channels")
         self._thread.daemon = True
         self._thread.start()

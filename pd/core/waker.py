@@ -6,8 +6,13 @@ import contextlib
 from socket import socketpair
 
 
-class Wakeup:
-    """Wakes a thread that polls it. ``send`` may be called by any thread, also after the end."""
+class Waker:
+    """A pair of sockets. The thread that is to be woken polls this object as a file, or has a
+    selector watch it.
+
+    Any thread may call :meth:`wake`, also after the end; :meth:`drain` and :meth:`close` belong to
+    the thread.
+    """
 
     def __init__(self) -> None:
         # NOTE: sockets, not a pipe: they know that they are closed, while the number of a closed
@@ -19,12 +24,13 @@ class Wakeup:
     def fileno(self) -> int:
         return self._reader.fileno()
 
-    def send(self) -> None:
+    def wake(self) -> None:
         # NOTE: a full buffer means that the thread will wake anyway, a closed socket that it ended.
         with contextlib.suppress(OSError):
             self._writer.send(b"x")
 
-    def clear(self) -> None:
+    def drain(self) -> None:
+        """Read the bytes that woke the thread."""
         self._reader.recv(4096)
 
     def close(self) -> None:
