@@ -305,7 +305,7 @@ def test_the_heartbeat_reports_what_requests_would_meet(cluster: Cluster) -> Non
 
         idle = load(1)
         assert (idle.queued_tokens, idle.queue_seconds, idle.streams) == (0, 0.0, 0)
-        assert idle.cost.seconds(StepShape(streams=1)) > 0
+        assert idle.cost.seconds(StepShape(streams=1, context=100)) > 0
         assert idle.free_tokens == 2048
         with decode.node.core.events.lock:
             decode.node.scheduler.prompt_share._seconds = 0.0
@@ -326,7 +326,7 @@ def test_the_heartbeat_reports_what_requests_would_meet(cluster: Cluster) -> Non
                 decode.node.scheduler.prefill.remove(request)
         assert waiting is not None
         assert waiting.queued_tokens == 302, "of the last one, two pages are cached"
-        assert waiting.queue_seconds > idle.cost.seconds(StepShape(streams=1))
+        assert waiting.queue_seconds > idle.cost.seconds(StepShape(streams=1, context=100))
 
 
 def test_prompts_that_wait_are_ordered_by_their_objectives(cluster: Cluster) -> None:
