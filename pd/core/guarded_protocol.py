@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 MAX_HEADERS = 256
 # Requests that a client may send before it has the answer to the first.
 MAX_PIPELINED = 16
+# Bytes of these requests, heads and bodies.
+MAX_PIPELINED_BYTES = 16 << 10
 
 
 class _OneWarningASecond(logging.Filter):
@@ -101,8 +103,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         # Bytes of the present body, and the same with chunk headers and trailers.
         self._body_bytes = self._framed_bytes = 0
-        # Since when the client has left more unread than the transport likes to hold, and how much
-        # that was; nothing is added until it has read.
+        # Since when the client has left more unread than the transport likes to hold, or anything
+        # of a connection that closes, and how much that was; nothing is added until it has read.
         self.unread_since: float | None = None
         self._unread_then = 0
         # When the present head or body began; None while there is neither.
@@ -142,6 +144,9 @@ class GuardedProtocol(HttpToolsProtocol):
     def sweep(self, now: float) -> None:
         """End the connection if it is late with a head or a body, or with reading."""
         limits = self._limits
+        if self.unread_since is None and self.transport.is_closing() and self.unread_bytes:
+            # Only the client keeps the connection, with less than the transport likes to hold.
+            self.unread_since, self._unread_then = now, self.unread_bytes
         if self.unread_since is not None:
             taken = self._unread_then - self.unread_bytes
             if now > self.unread_since + limits.read_seconds + taken / limits.read_rate:
@@ -249,6 +254,19 @@ class GuardedProtocol(HttpToolsProtocol):
             if self.cycle is not self._answered:
                 # uvicorn has stopped reading, but then nobody would learn that the client leaves.
                 self.flow.resume_reading()
+                head = sum(len(name) + len(value) for name, value in self.headers)
+                self.scope["state"]["head_bytes"] = head + len(self.url)
+                self._bound_pipelined()
+
+    def _bound_pipelined(self) -> None:
+        """Raise ValueError if requests that wait for the answer to the first are too large."""
+        waiting = sum(len(c.body) + c.scope["state"]["head_bytes"] for c, _ in self.pipeline)
+        if waiting > MAX_PIPELINED_BYTES:
+            self._problem = (
+                f"requests that wait for the answer to the first have more than "
+                f"{MAX_PIPELINED_BYTES} bytes"
+            )
+            raise ValueError(self._problem)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._answered = cycle
@@ -262,6 +280,8 @@ class GuardedProtocol(HttpToolsProtocol):
                 self.refuse(413, "Content Too Large", what)
             raise ValueError(what)  # so that the parser stops
         super().on_body(body)
+        if self._incoming is not None and self._incoming is not self._answered:
+            self._bound_pipelined()
 
     def on_message_complete(self) -> None:
         super().on_message_complete()

@@ -27,12 +27,19 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-LARGE = 8 << 20
+    from pd.core.guarded_protocol import GuardedProtocol
+
+# The second is less than transports like to hold.
+LARGE, SMALL = 8 << 20, 48 << 10
 CHUNKED = b"POST /echo HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n"
 
 
 async def large(request: Request) -> Response:
     return Response(bytes(LARGE))
+
+
+async def small(request: Request) -> Response:
+    return Response(bytes(SMALL))
 
 
 async def echo(request: Request) -> Response:
@@ -44,10 +51,13 @@ class Server:
     """A guarded server on a thread of its own."""
 
     def __init__(self, **limits: Any) -> None:
-        app = Starlette(routes=[Route("/large", large), Route("/echo", echo, methods=["POST"])])
+        routes = [Route("/large", large), Route("/small", small)]
+        app = Starlette(routes=[*routes, Route("/echo", echo, methods=["POST"])])
         config = uvicorn.Config(app, lifespan="off", log_config=None, ws=NoProtocol)
         self._server = GuardedServer(config, replace(ConnectionLimits(), **limits))
         self._socket = bind("127.0.0.1", 0)
+        # Of the connections, too.
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         self.port: int = self._socket.getsockname()[1]
         serving = self._server.serve(sockets=[self._socket])
         self._thread = threading.Thread(target=lambda: asyncio.run(serving))
@@ -68,6 +78,11 @@ class Server:
     def connections(self) -> int:
         (listener,) = self._server.listeners
         return listener.connections
+
+    @property
+    def open(self) -> set[GuardedProtocol]:
+        (listener,) = self._server.listeners
+        return listener._open
 
     def stop(self) -> None:
         self._server.should_exit = True
@@ -121,6 +136,39 @@ def test_who_does_not_read_an_answer_is_cut_off(serve: Callable[..., Server]) ->
         for sock in (silent, asking_more):
             assert len(read_all(sock)) < LARGE
     assert len(httpx.get(f"http://127.0.0.1:{server.port}/large").content) == LARGE
+
+
+def test_the_end_of_an_answer_does_not_keep_its_connection(serve: Callable[..., Server]) -> None:
+    server = serve(read_seconds=0.5)
+    asks = b"GET /small HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
+    with server.ask(asks, 4096) as silent:
+        assert silent.recv(1)
+        (connection,) = server.open
+        wait_until(connection.transport.is_closing)
+        wait_until(lambda: server.connections == 0)
+        assert len(read_all(silent)) < SMALL
+
+
+BODY = b"POST /echo HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 8000\r\n\r\n" + bytes(8000)
+
+
+@pytest.mark.parametrize(
+    "request_behind",
+    [BODY, b"GET /small HTTP/1.1\r\nHost: 127.0.0.1\r\nX: %b\r\n\r\n" % (b"x" * 8000)],
+    ids=["bodies", "heads"],
+)
+def test_requests_behind_an_answer_are_bounded(
+    serve: Callable[..., Server], request_behind: bytes
+) -> None:
+    server = serve()
+    with server.ask(GET_LARGE + request_behind * 10, 4096) as sock:
+        assert sock.recv(1)
+        (connection,) = server.open
+        wait_until(lambda: bool(connection.pipeline) and not connection.cycle.keep_alive)
+        assert len(connection.pipeline) <= 2
+        # The first byte of the first answer was read above.
+        assert 1 < read_all(sock).count(b"TTP/1.1 200 OK") <= 3
+    wait_until(lambda: server.connections == 0)
 
 
 def test_who_reads_slowly_but_reads_gets_the_answer(serve: Callable[..., Server]) -> None:
