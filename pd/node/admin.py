@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -21,6 +22,7 @@ from pd.core.errors import (
 )
 from pd.core.local_requests import check_host, check_local, check_origin
 from pd.core.request_body import read_body
+from pd.core.shared_answer import SharedAnswer
 from pd.core.signed_requests import (
     EXPECTED_HEADER,
     MAX_NONCE_CHARACTERS,
@@ -95,16 +97,18 @@ class _Endpoints:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._info_key = server_info_key(node.core.config.cluster_key)
+        # Anybody may ask for these, and both take the node's lock.
+        self._metrics = SharedAnswer(partial(run_in_threadpool, node.core.metrics.expose))
+        self._info = SharedAnswer(partial(run_in_threadpool, node.server_info))
 
     async def health(self, request: Request) -> Response:
         return Response(status_code=200 if self._node.ready else 503)
 
     async def metrics(self, request: Request) -> Response:
-        text = await run_in_threadpool(self._node.core.metrics.expose)
-        return Response(text, media_type="text/plain; version=0.0.4")
+        return Response(await self._metrics.get(), media_type="text/plain; version=0.0.4")
 
     async def server_info(self, request: Request) -> Response:
-        response = JSONResponse(await run_in_threadpool(self._node.server_info))
+        response = JSONResponse(await self._info.get())
         nonce = request.headers.get(NONCE_HEADER, "")
         if self._info_key is not None and 0 < len(nonce) <= MAX_NONCE_CHARACTERS:
             body = bytes(response.body)

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from pd.core.brief import brief
 from pd.core.errors import NodeFailedError, NotFoundError, UnavailableError
+from pd.core.shared_answer import SharedAnswer
 from pd.proxy import metric_families
 from pd.proxy.access import caller_of
 from pd.proxy.actions import (
@@ -68,6 +69,9 @@ class AdminAPI:
         self._everywhere = everywhere
         self._access = access
         self._created = int(time.time())
+        # Anybody may ask for these.
+        self._exposition = SharedAnswer(self._expose)
+        self._reasons = SharedAnswer(self._explain)
 
     async def health(self, request: Request) -> Response:
         """200 while the process answers."""
@@ -80,17 +84,22 @@ class AdminAPI:
         if not self._router.ready():
             raise UnavailableError(
                 "needs a prefill and a decode node that fit together, or a unified or elastic one"
-                + self._router.reasons()
+                + await self._reasons.get()
             )
         return json_response(Status(status="ready"))
 
+    async def _explain(self) -> str:
+        return self._router.reasons()
+
     async def metrics(self, request: Request) -> Response:
         """Metrics for Prometheus."""
+        return Response(await self._exposition.get(), media_type=METRICS_TYPE)
+
+    async def _expose(self) -> bytes:
         found = [
             metric_families.families_from(value) for value in await self._everywhere(ReadMetrics())
         ]
-        exposition = metric_families.render(metric_families.merge(found))
-        return Response(exposition, media_type=METRICS_TYPE)
+        return metric_families.render(metric_families.merge(found))
 
     async def workers(self, request: Request) -> Response:
         """All nodes."""
