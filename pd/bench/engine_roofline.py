@@ -44,7 +44,7 @@ class Roofline:
         self._read_bytes = ceiling.read_bytes * num_gpus
         self._flops = ceiling.flops * num_gpus
         self._head = model.hidden_size * model.vocab_size
-        # Of one token.
+        # Bytes of the KV of one token.
         self._kv_bytes = 2 * model.num_kv_heads * model.head_dim * model.num_layers * width
 
     def _weight_bytes(self, num_tokens: int) -> float:

@@ -67,8 +67,8 @@ def _node_claims(spec: ClusterSpec, where: str, node: NodeSettings) -> Iterator[
 
 
 def devices_of(spec: ClusterSpec, node: NodeSettings, device: str) -> list[str]:
-    """What a node with these settings and this ``--device`` takes: with several ranks, several
-    GPUs."""
+    """Return the devices that a node with these settings and this ``--device`` takes: with several
+    ranks, several GPUs."""
     if not device.startswith("cuda"):
         return [device]
     first = int(device.partition(":")[2] or 0)

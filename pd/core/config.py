@@ -24,7 +24,7 @@ SPECULATIVE_ADAPTIVE = ("on", "off")
 SPECULATIVE_NGRAM_CACHES = ("on", "off")
 GRAMMAR_BACKENDS = ("xgrammar", "none")
 SPECULATIVE_ALGORITHMS = ("none", "ngram", "draft", "eagle")
-# Those that read a checkpoint of their own.
+# Algorithms that read a checkpoint of their own.
 _WITH_MODEL = ("draft", "eagle")
 ELASTIC = ("auto", "off")
 ROUTING_POLICIES = ("cache_aware", "round_robin", "random", "power_of_two")

@@ -32,7 +32,7 @@ def leave(status: int) -> NoReturn:
     if not any(thread.name.startswith(STUCK_PREFIX) for thread in threading.enumerate()):
         atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        # It may be closed, or nobody may read it any more.
+        # The stream may be closed, or nobody may read it any more.
         with contextlib.suppress(AttributeError, OSError, ValueError):
             stream.flush()
     os._exit(status)

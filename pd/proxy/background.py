@@ -20,8 +20,8 @@ T = TypeVar("T")
 
 # Work on up to so many bytes of JSON or text is done at once, if they are not tokenized.
 INLINE_BYTES = 8 << 10
-# The same of text that is tokenized: a byte takes 0.15 us of prose, and 0.6 of digits or
-# punctuation marks.
+# Text that is tokenized is so only up to this number: a byte of prose takes 0.15 us, one of digits
+# or punctuation marks 0.6.
 INLINE_TEXT_BYTES = 1 << 10
 # Bytes of the work of each pool of threads at most, but for the last one: a client with an ordinary
 # request does not wait for one with a long text, nor that one seconds for one with a huge one.

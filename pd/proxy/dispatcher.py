@@ -304,7 +304,7 @@ class Dispatcher:
         info = message.error
         error = error_from_kind(info.kind, info.message, info.param)
         if message.fault == "nobody":
-            # It is about to end: nothing is sent there again before a heartbeat says otherwise.
+            # The node is about to end: it gets nothing more before a heartbeat says otherwise.
             worker.accepting = False
         self._failovers.failed(attempt, worker, error, message.fault)
 

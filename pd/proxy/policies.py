@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 # How much longer a prefill node's queue may be, beyond what its cached prefix saves, before the
 # prefix is given up for a shorter queue.
 IMBALANCE_TOKENS = 4096
-# The same for decode nodes, in requests: a prefix there saves only transfer.
+# How many more requests a decode node may have before its cached prefix, which saves only transfer,
+# is given up.
 IMBALANCE_REQUESTS = 4
 IMBALANCE_SHARE = 1.25
 

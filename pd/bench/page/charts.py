@@ -33,7 +33,7 @@ _TITLES = {
 }
 # In the order in which a request passes them.
 _STAGES = ("queue", "bootstrap", "prefill", "transfer", "decode")
-# Those that go on beside others.
+# Stages that go on beside others.
 _BESIDE = ("bootstrap", "transfer")
 _GANTT_REQUESTS = 40
 _THEMES = {

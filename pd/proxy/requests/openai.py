@@ -41,7 +41,7 @@ _GRAMMAR_FIELDS: dict[str, FieldKind] = {
     "guided_grammar": "ebnf",
     "guided_choice": "choice",
 }
-# The same of ``structured_outputs``, and under which name the model has them.
+# The fields of ``structured_outputs``, and the names under which the model has them.
 _STRUCTURED_OUTPUTS: dict[str, tuple[str, FieldKind]] = {
     "json": ("json_schema", "json_schema"),
     "regex": ("regex", "regex"),

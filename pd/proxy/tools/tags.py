@@ -169,7 +169,7 @@ def python_arguments(function: Function) -> Format:
     """Arguments as keywords of a call in Python, with values of JSON. Raises UnfitError."""
     required = _required(function)
     parameters = _parameters(function, _IDENTIFIER)
-    # Those that must be there come first, so that only one of the others may come first.
+    # Required parameters come first, so that at most one other may begin the list.
     names = sorted(parameters, key=lambda name: name not in required)
     values = [sequence(text(f"{name}="), json_value(parameters[name])) for name in names]
 
