@@ -36,7 +36,7 @@ _FEW_PROMPTS = 0.1
 _MORE_STREAMS = 4
 # To move a request that waits must bring its first token forward by half a second, or by a third of
 # the objective if that is less, but by so many seconds and this part of it at least.
-_GAIN_SECONDS, _GAIN_SHARE, LEAST_GAIN, _LEAST_RATIO = 0.5, 1 / 3, 0.05, 1.15
+_GAIN_SECONDS, _GAIN_SHARE, _LEAST_GAIN, _LEAST_RATIO = 0.5, 1 / 3, 0.05, 1.15
 # Output for which there should be memory where a request is generated.
 _EXPECTED_OUTPUT = 512
 # A prompt longer than this share of a pool is not handed off (see ReceivingEnd).
@@ -229,7 +229,7 @@ class Predictor:
         if decoders:
             misses += self._second(present.decode, demand).misses
         objective = self.ttft_objective(present.first, demand)
-        least = max(LEAST_GAIN, min(_GAIN_SECONDS, _GAIN_SHARE * objective))
+        least = max(_LEAST_GAIN, min(_GAIN_SECONDS, _GAIN_SHARE * objective))
         is_faster = present.ttft > max(found.ttft + least, found.ttft * _LEAST_RATIO)
         is_faster &= cost > found.cost
         return found if is_faster and found.misses <= misses else None
@@ -281,6 +281,12 @@ class Predictor:
         if demand.tokens - cached > load.free_tokens:
             misses += demand.streams  # they would wait for memory
         return _Second(worker, misses, shape, step * (1 - 0.2 * cached / demand.length))
+
+
+def might_gain(ttft: float, shortest: float) -> bool:
+    """Whether a waiting request whose first token comes after ``ttft`` seconds might have to move
+    to a node where prompts wait for ``shortest``."""
+    return ttft > max(shortest + _LEAST_GAIN, shortest * _LEAST_RATIO)
 
 
 def _late(ttft: float, objective: float) -> float:
