@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -10,6 +11,7 @@ import pytest
 from elastic_workers import report, worker
 
 from pd.core.messages import NodeHeartbeat, RoleState
+from pd.node.role_lease import RoleLease
 from pd.proxy.role_lease import DecisionLease
 from pd.proxy.roles import RoleBalancer
 
@@ -151,9 +153,12 @@ def test_only_the_proxy_with_most_leases_moves_roles() -> None:
     [
         (["", "", ""], True),
         (["me", "", ""], True),
-        (["x", "", ""], False),
-        (["me", "x", ""], True),  # me < x
-        (["me", "a", ""], False),
+        (["a", "", ""], True),
+        (["x", ""], True),  # me < x
+        (["a", ""], False),
+        (["me", "a", ""], True),
+        (["a", "a", ""], False),
+        (["me", "a"], False),
         (["me", "me", "a"], True),
         (["me", "x", "x"], False),
     ],
@@ -161,10 +166,43 @@ def test_only_the_proxy_with_most_leases_moves_roles() -> None:
 def test_leases_that_were_dealt_out_end_up_with_one_proxy(
     deciders: list[str], wanted: bool
 ) -> None:
-    fleet = Fleet("prefill", "decode", "decode")
+    fleet = Fleet(*["decode"] * len(deciders))
     for node, decider in zip(fleet.nodes, deciders, strict=True):
         node.roles = RoleState(decider=decider)
     assert DecisionLease("me", fleet.nodes).wanted() is wanted
+
+
+def deal_out(views: dict[str, range], seed: int) -> dict[int, str]:
+    """Let proxies with some of the nodes each ask for leases, in an order that is drawn; returns
+    the proxy that has the lease of each node in the end."""
+    rng, now = random.Random(seed), 0.0
+    leases = {number: RoleLease() for view in views.values() for number in view}
+    known = {
+        name: {number: worker("decode", f"node-{number}") for number in view}
+        for name, view in views.items()
+    }
+    for turn in range(400):
+        name = rng.choice(list(views))
+        nodes = known[name]
+        wanted = turn < len(views) or DecisionLease(name, list(nodes.values())).wanted()
+        for number in rng.sample(list(nodes), len(nodes)):
+            leases[number].asked(name.encode(), now, wanted=wanted)
+            nodes[number].roles = leases[number].state(now)
+        now += 0.02
+    return {number: lease.state(now).decider for number, lease in leases.items()}
+
+
+def test_one_of_several_proxies_over_the_same_nodes_gets_all_leases(seed: int) -> None:
+    for offset in range(20):
+        found = deal_out(dict.fromkeys("abcd", range(5)), seed + offset)
+        assert len(set(found.values())) == 1, seed + offset
+
+
+def test_a_proxy_that_shares_few_nodes_with_another_decides_on_its_own(seed: int) -> None:
+    """It gets the leases of more than half of its nodes, whichever proxy has the shared one."""
+    for offset in range(20):
+        found = deal_out({"a": range(1, 3), "b": range(2, 10)}, seed + offset)
+        assert [found[number] for number in range(3, 10)] == ["b"] * 7, seed + offset
 
 
 def heartbeat(node: Worker, roles: RoleState | None) -> None:
