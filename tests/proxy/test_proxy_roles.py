@@ -244,6 +244,19 @@ def test_a_node_that_is_started_again_gets_the_role_that_an_administrator_set() 
     assert node.role == "decode" and node.lacks_order
 
 
+def test_a_role_that_an_administrator_gave_back_is_no_more_fixed_at_any_proxy() -> None:
+    node = worker("prefill", "node")
+    heartbeat(node, RoleState(role="decode", fixed=True, administered=1))
+    start_again(node)
+    heartbeat(node, RoleState())
+    assert node.lacks_order
+    heartbeat(node, RoleState(role="decode", fixed=True, administered=1))
+    heartbeat(node, RoleState(role="decode", administered=2))
+    assert (node.role, node.role_is_fixed, node.lacks_order) == ("decode", False, False)
+    heartbeat(node, RoleState(role="unified", decider="another", term=1, administered=2))
+    assert node.role == "unified"
+
+
 def test_a_node_that_is_elastic_no_more_has_the_role_with_which_it_was_added() -> None:
     node = worker("prefill", "node")
     heartbeat(node, RoleState(role="decode", fixed=True))
@@ -269,6 +282,10 @@ def test_only_elastic_nodes_change_their_role(cluster: Cluster) -> None:
     assert (changed.status_code, changed.json()["role"]) == (200, "decode")
     wrong = client.post(f"/workers/{elastic.instance_id}", json={"role": "queen"})
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "role")
+    refused = client.post(f"/workers/{fixed.instance_id}", json={"role": "auto"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "role")
+    released = client.post(f"/workers/{elastic.instance_id}", json={"role": "auto"})
+    assert (released.status_code, released.json()["role"]) == (200, "decode")
     assert client.post("/workers/nobody", json={"role": "decode"}).status_code == 404
 
 
