@@ -84,8 +84,10 @@ class Moves:
             lambda found: might_gain(found[1].ttft, shortest), self._waiting(worker)
         )
         for attempt, present in islice(self._turn(worker, list(waiting)), MAX_LOOKS):
-            spec = attempt.generation.spec
-            better = self._router.better(spec.model, demand_of(attempt), present)
+            model, history = attempt.generation.spec.model, attempt.history
+            better = self._router.better(
+                model, demand_of(attempt), present, history.avoided, history.apart
+            )
             if better is None:
                 self._looked_at[worker] = attempt.room
                 continue

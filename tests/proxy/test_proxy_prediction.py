@@ -325,3 +325,20 @@ def test_a_waiting_request_moves_for_an_earlier_first_token_only() -> None:
     moved = predictor.better(present, [p], [p, d], many, lambda *_: True)
     assert moved is not None
     assert moved.first is p
+
+
+def test_a_waiting_request_moves_only_to_nodes_that_will_be_chosen_for_it() -> None:
+    a, b = worker("unified", "a", queue_seconds=9.0), worker("unified", "b")
+    routes, wanted = router([a, b]), demand()
+    present = Predictor().choose([a], [a], wanted, lambda *_: True)
+    assert present is not None
+    nothing: frozenset[Any] = frozenset()
+    moved = routes.better("m", wanted, present, nothing, nothing)
+    assert moved is not None and moved.decode is b
+    assert routes.better("m", wanted, present, frozenset([b]), nothing) is None
+    # The other node has room for the prompt, but not for the answer.
+    assert b.info is not None
+    b.claimed = b.info = msgspec.structs.replace(b.info, context_length=10_001)
+    moved = routes.better("m", wanted, present, nothing, nothing)
+    assert moved is not None and (moved.first, moved.decode) == (b, a)
+    assert routes.better("m", wanted, present, nothing, frozenset([(b, a)])) is None
