@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# A move needs its reason to last so long, and none follows within the pause.
+# A move needs its reason to last so long, and none follows within the pause. Another proxy that
+# decided before may have moved a node just now, so a proxy that begins to decide pauses, too.
 _HOLD_SECONDS = 10.0
 _PAUSE_SECONDS = 30.0
 # Prompts wait too long from the first value on, and hardly below the second, in seconds.
@@ -71,18 +72,26 @@ class RoleBalancer:
     ) -> None:
         self._workers, self._lease, self._move = workers, lease, move
         self._states: dict[str, _State] = {}
+        self._decides = False
 
     def look(self, now: float) -> None:
         """Move a role of each model if that was called for long enough. ``now``: on the monotonic
         clock."""
         models = dict.fromkeys(worker.info.model for worker in self._workers if worker.info)
         self._states = {model: self._states.get(model, _State()) for model in models}
+        begins = not self._decides
+        self._decides = self._lease.decides()
         for model, state in self._states.items():
+            if not self._decides:
+                state.wanted = None
+                continue
+            if begins:
+                state.next = now + _PAUSE_SECONDS
             self._look(model, state, now)
 
     def _look(self, model: str, state: _State, now: float) -> None:
         prefill, decode = self._nodes(model, "prefill"), self._nodes(model, "decode")
-        if not self._lease.decides() or not prefill or not decode:
+        if not prefill or not decode:
             state.wanted = None
             return
         loads = _RoleLoads(
