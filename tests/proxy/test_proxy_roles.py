@@ -87,9 +87,18 @@ def test_nothing_moves_without_need_or_where_the_other_role_is_busy_too(
 def test_demand_that_comes_and_goes_moves_nothing() -> None:
     fleet = Fleet("prefill", "decode", "decode")
     for _ in range(10):
-        fleet.run(8, queue=3.0, streams=20)
-        fleet.run(1, queue=0.0, streams=20)
+        fleet.run(6, queue=3.0, streams=20)
+        fleet.run(6, queue=0.0, streams=20)
     assert fleet.roles == ["prefill", "decode", "decode"]
+
+
+def test_bursts_that_follow_one_another_are_demand() -> None:
+    """Prompts wait for more than a second on average, though not at every moment."""
+    fleet = Fleet("prefill", "decode", "decode")
+    for _ in range(8):
+        fleet.run(1.5, queue=3.0, streams=20)
+        fleet.run(0.5, queue=0.0, streams=20)
+    assert sorted(fleet.roles) == ["decode", "prefill", "prefill"]
 
 
 def test_a_node_that_is_needed_where_it_is_stays() -> None:
