@@ -148,11 +148,12 @@ class PreferRole(Message):
     """Have an elastic node prefer a role.
 
     Attributes:
+        role: None, which only administrators order, leaves it to the proxy that has the lease.
         fixed: an administrator wants it. Otherwise the proxy has the node's lease.
         term: of the lease.
     """
 
-    role: Role
+    role: Role | None
     fixed: bool = False
     term: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)] = 0
 
@@ -254,12 +255,14 @@ class RoleState(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
         fixed: an administrator set it.
         decider: proxy that has the lease with which it may move the role; empty if none has.
         term: of the last lease.
+        administered: orders of administrators that the node has got since its start.
     """
 
     role: Role | None = None
     fixed: bool = False
     decider: str = ""
     term: int = 0
+    administered: int = 0
 
 
 class NodeHeartbeat(Message):

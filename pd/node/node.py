@@ -293,7 +293,10 @@ class Node:
     def _on_prefer_role(self, identity: bytes, message: PreferRole) -> None:
         assert self.role_lease is not None
         if self.role_lease.ordered(identity, message, time.monotonic()):
-            logger.info("this node prefers to be a %s node", message.role)
+            if message.role is None:
+                logger.info("this node leaves its role to proxies")
+            else:
+                logger.info("this node prefers to be a %s node", message.role)
 
     def _answer_heartbeat(self, proxy: bytes, number: int = 0) -> None:
         """``number``: of the proxy's heartbeat, if this answers one."""

@@ -26,6 +26,7 @@ class RoleLease:
     def __init__(self) -> None:
         self._role: Role | None = None
         self._fixed = False
+        self._administered = 0
         self._holder = b""
         self._term = 0
         self._until = 0.0
@@ -47,14 +48,14 @@ class RoleLease:
         """Return the role and its lease as heartbeats tell proxies."""
         self._end(now)
         decider = self._holder.decode(errors="replace")
-        return RoleState(self._role, self._fixed, decider, self._term)
+        return RoleState(self._role, self._fixed, decider, self._term, self._administered)
 
     def ordered(self, proxy: bytes, order: PreferRole, now: float) -> bool:
         """Take an order for a role; returns whether it is followed. An administrator's always is,
-        and only another administrator's follows it."""
+        and only administrators' follow it until one of these leaves the role to proxies."""
         self._end(now)
         is_holder = proxy == self._holder and order.term == self._term
-        if not order.fixed and (self._fixed or not is_holder):
+        if not order.fixed and (self._fixed or not is_holder or order.role is None):
             logger.info(
                 "not a %s node by order of proxy %.64r in term %d: %s",
                 order.role,
@@ -63,7 +64,9 @@ class RoleLease:
                 "an administrator set the role" if self._fixed else f"the term is {self._term}",
             )
             return False
-        self._role, self._fixed = order.role, order.fixed
+        self._administered += order.fixed
+        self._fixed = order.fixed and order.role is not None
+        self._role = order.role or self._role
         return True
 
     def _end(self, now: float) -> None:

@@ -30,8 +30,8 @@ class RemoveWorker(msgspec.Struct, tag=True):
 
 
 class SetRole(msgspec.Struct, tag=True):
-    """Have the elastic node of this URL prefer a role; gives its entry, or None where it is not
-    known."""
+    """Have the elastic node of this URL prefer a role, or leave it to proxies (``auto``); gives its
+    entry, or None where it is not known."""
 
     url: str
     role: str

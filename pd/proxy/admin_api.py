@@ -116,7 +116,9 @@ class AdminAPI:
         return json_response(added)
 
     async def set_role(self, request: Request, instance_id: str, asked: RoleRequest) -> Response:
-        """Has an elastic node prefer another role. Streams go on, caches stay.
+        """Has an elastic node prefer another role, or leaves that to the load.
+
+        Streams go on, caches stay.
 
         The node is named by instance id, `host:port` or URL.
         """

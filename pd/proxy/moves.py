@@ -7,11 +7,13 @@ chooses anew. A node that has begun with the prompt keeps it.
 
 from __future__ import annotations
 
+from itertools import dropwhile, islice, takewhile
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
 
 from pd.core.messages import TakeBack
 from pd.proxy.attempts import demand_of
-from pd.proxy.prediction import LEAST_GAIN
+from pd.proxy.prediction import might_gain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,9 +29,10 @@ if TYPE_CHECKING:
 
 # Times that a request is moved, at most.
 MAX_MOVES = 2
-# Requests that a node is asked to give back at a time. For so many, better nodes are looked for
-# with each of its reports.
+# Requests that a node is asked to give back at a time.
 MAX_UNDER_WAY = 4
+# Requests for which better nodes are looked for with each report of a node.
+MAX_LOOKS = 4
 
 
 class _Move(NamedTuple):
@@ -66,22 +69,41 @@ class Moves:
         self._metrics = metrics
         self._place_anew = place_anew
         self._under_way: dict[bytes, _Move] = {}
+        # Room of the request of each node for which no better nodes were found last. The next
+        # report goes on behind it, lest requests that cannot move hide older ones.
+        self._looked_at: WeakKeyDictionary[Worker, bytes] = WeakKeyDictionary()
 
     def look(self, worker: Worker) -> None:
         """A node has told its load: ask it for requests that would begin much earlier elsewhere."""
         self._forget_ended()
         left = MAX_UNDER_WAY - sum(move.source is worker for move in self._under_way.values())
         shortest = self._router.shortest_queue(worker)
-        if shortest is None:
+        if shortest is None or left <= 0:
             return
-        for attempt, present in self._waiting(worker):
-            if left <= 0 or present.ttft - shortest < LEAST_GAIN:
-                return
+        waiting = takewhile(
+            lambda found: might_gain(found[1].ttft, shortest), self._waiting(worker)
+        )
+        for attempt, present in islice(self._turn(worker, list(waiting)), MAX_LOOKS):
+            model, history = attempt.generation.spec.model, attempt.history
+            better = self._router.better(
+                model, demand_of(attempt), present, history.avoided, history.apart
+            )
+            if better is None:
+                self._looked_at[worker] = attempt.room
+                continue
+            self._ask(attempt, present, better)
             left -= 1
-            spec = attempt.generation.spec
-            better = self._router.better(spec.model, demand_of(attempt), present)
-            if better is not None:
-                self._ask(attempt, present, better)
+            if not left:
+                return
+
+    def _turn(
+        self, worker: Worker, waiting: list[tuple[Attempt, Predicted]]
+    ) -> Iterator[tuple[Attempt, Predicted]]:
+        """Yield those of the waiting requests whose turn it is: those behind the one that was
+        looked at last, or all if there are none."""
+        last = self._looked_at.pop(worker, None)
+        behind = dropwhile(lambda found: found[0].room != last, waiting)
+        return iter(list(behind)[1:] or waiting)
 
     def _waiting(self, worker: Worker) -> Iterator[tuple[Attempt, Predicted]]:
         """Requests that may wait at a node, the youngest first, and what is predicted of each if it

@@ -29,7 +29,8 @@ from pd.proxy.roles import RoleBalancer
 from pd.proxy.worker import ServerInfo, Worker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+    from typing import Literal
 
     from pd.core.node_info import Role
     from pd.proxy.channel import Sockets
@@ -59,10 +60,10 @@ DEAF = (
 _ROLES = ("prefill", "decode", "unified")
 
 
-def _check_role(role: str) -> None:
-    if role not in _ROLES:
+def _check_role(role: str, allowed: Sequence[str] = _ROLES) -> None:
+    if role not in allowed:
         raise InvalidRequestError(
-            f"role must be one of {', '.join(_ROLES)}, not {role!r}", param="role"
+            f"role must be one of {', '.join(allowed)}, not {role!r}", param="role"
         )
 
 
@@ -164,19 +165,24 @@ class WorkerPool:
             f"there is no worker {brief(name)}; see GET /workers", param="instance_id"
         )
 
-    def set_role(self, worker: Worker, role: Role) -> None:
-        """Have an elastic node prefer a role from the next request on. Raises InvalidRequestError
-        for another node, or a role that makes no sense."""
-        _check_role(role)
+    def set_role(self, worker: Worker, role: Role | Literal["auto"]) -> None:
+        """Have an elastic node prefer a role from the next request on, or leave that to proxies.
+        Raises InvalidRequestError for another node, or a role that makes no sense."""
+        _check_role(role, (*_ROLES, "auto"))
         if worker.role != role and not worker.elastic:
             known = "is not known yet" if worker.info is None else "runs without --elastic auto"
             raise InvalidRequestError(
                 f"the role of {worker.url} stays {worker.role}: the node {known}", param="role"
             )
-        log.info("%s node %s is a %s node by request", worker.role, worker.url, role)
-        worker.role, worker.role_is_fixed = role, True
+        if role == "auto":
+            log.info("proxies move the role of %s node %s by request", worker.role, worker.url)
+            wanted, worker.role_is_fixed = None, False
+        else:
+            log.info("%s node %s is a %s node by request", worker.role, worker.url, role)
+            wanted, worker.role_is_fixed = role, True
+            worker.role = role
         if worker.roles is not None:
-            worker.order_role(self._sockets.instance_id, role, fixed=True)
+            worker.order_role(self._sockets.instance_id, wanted, fixed=True)
 
     def _order(self, worker: Worker, role: Role) -> None:
         """Move the role of an elastic node whose lease this proxy has."""

@@ -22,6 +22,13 @@ _SLOWED_SHARE = 0.05
 # Choices whose first token is predicted within this share of the best, or so much later, are equal.
 _EQUAL_SHARE = 1.05
 _EQUAL_SECONDS = 0.01
+# Misses of an objective count by how much it is missed. A stream counts in full once its steps take
+# longer than the objective by this part of it. A late first token counts its time divided by the
+# objective, but no more than this, lest it outweigh any number of streams.
+_FULL_MISS = 0.5
+_MOST_LATE = 8.0
+# Choices whose misses differ by no more than this are equal in these.
+_EQUAL_MISSES = 0.5
 # Where prompts take a smaller part of the nodes' time, answers are generated where steps are
 # shortest.
 _FEW_PROMPTS = 0.1
@@ -29,7 +36,7 @@ _FEW_PROMPTS = 0.1
 _MORE_STREAMS = 4
 # To move a request that waits must bring its first token forward by half a second, or by a third of
 # the objective if that is less, but by so many seconds and this part of it at least.
-_GAIN_SECONDS, _GAIN_SHARE, LEAST_GAIN, _LEAST_RATIO = 0.5, 1 / 3, 0.05, 1.15
+_GAIN_SECONDS, _GAIN_SHARE, _LEAST_GAIN, _LEAST_RATIO = 0.5, 1 / 3, 0.05, 1.15
 # Output for which there should be memory where a request is generated.
 _EXPECTED_OUTPUT = 512
 # A prompt longer than this share of a pool is not handed off (see ReceivingEnd).
@@ -71,7 +78,8 @@ class Predicted(NamedTuple):
         prefill: seconds of these in which the prompt is computed.
         price: seconds that are added for the answers which the prompt slows.
         objective: seconds within which the first token should come.
-        misses: streams, this one and others, that would miss an objective.
+        misses: streams, this one and others, that would miss an objective, by how much they would
+            (``_FULL_MISS``, ``_MOST_LATE``).
         is_slow: whether steps are shorter at another node, and prompts are few.
     """
 
@@ -81,7 +89,7 @@ class Predicted(NamedTuple):
     prefill: float
     price: float
     objective: float
-    misses: int
+    misses: float
     is_slow: bool
 
     @property
@@ -113,9 +121,9 @@ class _First(NamedTuple):
     prefill: float
     price: float
     objective: float
-    misses: int
+    misses: float
 
-    def with_decode(self, decode: Worker, misses: int, *, is_slow: bool = False) -> Predicted:
+    def with_decode(self, decode: Worker, misses: float, *, is_slow: bool = False) -> Predicted:
         """The choice of this node, and of one that generates the answer."""
         return Predicted(
             self.worker,
@@ -135,7 +143,7 @@ class _Second(NamedTuple):
     avoided."""
 
     worker: Worker
-    misses: int
+    misses: float
     shape: StepShape
     step: float
     is_slow: bool = False
@@ -189,8 +197,8 @@ class Predictor:
         found = [choice for first in ranked for choice in _choices(first, joined, own, demand, fit)]
         if not found:
             return None
-        least = min(choice.misses for choice in found)
-        kept = [choice for choice in found if choice.misses == least]
+        most = min(choice.misses for choice in found) + _EQUAL_MISSES
+        kept = [choice for choice in found if choice.misses <= most]
         best = min(choice.cost for choice in kept)
         limit = max(best * _EQUAL_SHARE, best + _EQUAL_SECONDS)
         return min((c for c in kept if c.cost <= limit), key=_by_preference)
@@ -221,7 +229,7 @@ class Predictor:
         if decoders:
             misses += self._second(present.decode, demand).misses
         objective = self.ttft_objective(present.first, demand)
-        least = max(LEAST_GAIN, min(_GAIN_SECONDS, _GAIN_SHARE * objective))
+        least = max(_LEAST_GAIN, min(_GAIN_SECONDS, _GAIN_SHARE * objective))
         is_faster = present.ttft > max(found.ttft + least, found.ttft * _LEAST_RATIO)
         is_faster &= cost > found.cost
         return found if is_faster and found.misses <= misses else None
@@ -251,12 +259,12 @@ class Predictor:
         if ttft is None:
             ttft = load.queue_seconds + prefill
         objective = self.ttft_objective(worker, demand)
-        misses = int(demand.waited + ttft > objective)
+        misses = _late(demand.waited + ttft, objective)
         misses += length - cached > load.free_tokens  # it would wait for memory
         decoding = load.decoding
         if decoding.streams:
             step = load.reported.cost.seconds(decoding._replace(tokens=LEAST_SLICE))
-            misses += decoding.streams * (step > load.reported.itl)
+            misses += decoding.streams * _slow(step, load.reported.itl)
         price = _SLOWED_SHARE * max(0, decoding.streams - own) * prefill
         return _First(worker, ttft, prefill, price, objective, misses)
 
@@ -268,11 +276,30 @@ class Predictor:
         context = decoding.context + demand.streams * demand.length
         shape = StepShape(streams=streams, context=context)
         step = load.reported.cost.seconds(shape)
-        misses = streams * (step > load.reported.itl)
+        misses = streams * _slow(step, load.reported.itl)
         cached = worker.tree.match(*demand.prompt) if worker.tree else 0
         if demand.tokens - cached > load.free_tokens:
             misses += demand.streams  # they would wait for memory
         return _Second(worker, misses, shape, step * (1 - 0.2 * cached / demand.length))
+
+
+def might_gain(ttft: float, shortest: float) -> bool:
+    """Whether a waiting request whose first token comes after ``ttft`` seconds might have to move
+    to a node where prompts wait for ``shortest``."""
+    return ttft > max(shortest + _LEAST_GAIN, shortest * _LEAST_RATIO)
+
+
+def _late(ttft: float, objective: float) -> float:
+    """Weight of a first token that comes after so many seconds: 0 within the objective, from 1 on
+    beyond it."""
+    if ttft <= objective:
+        return 0.0
+    return min(_MOST_LATE, ttft / objective) if objective else _MOST_LATE
+
+
+def _slow(step: float, itl: float) -> float:
+    """Weight of a stream whose steps take so long: 0 within the objective, 1 far beyond it."""
+    return min(1.0, max(0.0, step / itl - 1) / _FULL_MISS)
 
 
 def _choices(
@@ -300,7 +327,7 @@ def _choices(
 _RANKS = {"decode": 0, "unified": 1, "prefill": 2}
 
 
-def _by_second(second: _Second) -> tuple[int, bool, int, float]:
+def _by_second(second: _Second) -> tuple[float, bool, int, float]:
     return second.misses, second.is_slow, _RANKS[second.worker.role], second.step
 
 

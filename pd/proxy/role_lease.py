@@ -2,9 +2,10 @@
 
 Every elastic node grants a lease to one proxy at a time (:mod:`pd.node.role_lease`) and says in its
 heartbeats to which. The proxy with the leases of more than half of the elastic nodes decides. A
-proxy asks for none while another has more, or as many and the smaller instance id, so leases that
-were dealt out to several end up with one. A node follows only the holder of its own lease, so a
-proxy that stood still, and believes to have a lease that ended, decides nothing.
+proxy asks for none if, even with all leases that nobody has, another had more, or as many and the
+smaller instance id. So leases that were dealt out to several end up with one, and a proxy of many
+nodes decides though another one has the leases of a few. A node follows only the holder of its own
+lease, so a proxy that stood still, and believes to have a lease that ended, decides nothing.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ class DecisionLease:
         self._decided = False
 
     def wanted(self) -> bool:
-        """Whether to ask nodes for their leases: unless another proxy has more, or as many and the
-        smaller instance id."""
+        """Whether to ask nodes for their leases: unless another proxy has more than this one can
+        get, or as many and the smaller instance id."""
         held = self._held()
-        own = held.pop(self._own, 0)
-        return all(own > count or (own == count and self._own < n) for n, count in held.items())
+        # NOTE: one that gives its leases back can get as many as before, so it does not begin anew.
+        most = held.pop(self._own, 0) + held.pop("", 0)
+        return all(most > count or (most == count and self._own < n) for n, count in held.items())
 
     def decides(self) -> bool:
         """Whether this proxy decides on roles at present."""
@@ -56,6 +58,6 @@ class DecisionLease:
         return worker.roles is not None and worker.roles.decider == self._own
 
     def _held(self) -> Counter[str]:
-        """Nodes by the proxy that has their lease."""
+        """Nodes by the proxy that has their lease; by the empty string if none has."""
         states = (worker.roles for worker in self._workers)
-        return Counter(state.decider for state in states if state is not None and state.decider)
+        return Counter(state.decider for state in states if state is not None)

@@ -7,6 +7,7 @@ takes effect with the next request; nothing drains, caches stay, and streams go 
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,9 +20,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# A move needs its reason to last so long, and none follows within the pause.
+# A move needs its reason to last so long, and none follows within the pause. Another proxy that
+# decided before may have moved a node just now, so a proxy that begins to decide pauses, too.
 _HOLD_SECONDS = 10.0
 _PAUSE_SECONDS = 30.0
+# Loads are averaged over about so long, lest the moments between bursts count as no demand.
+_AVERAGE_SECONDS = 3.0
 # Prompts wait too long from the first value on, and hardly below the second, in seconds.
 _LONG_QUEUE, _SHORT_QUEUE = 1.0, 0.1
 # Decode nodes are full from the first share of their pace or memory on, and idle below the second.
@@ -32,7 +36,7 @@ _BUSY_AFTER = 0.8
 
 
 class _RoleLoads(NamedTuple):
-    """Load of the nodes of each role, on average.
+    """Load of the nodes of each role, on average over the nodes and the last seconds.
 
     Attributes:
         queue: seconds for which prompts wait.
@@ -44,14 +48,33 @@ class _RoleLoads(NamedTuple):
     prompts: float
     decode: float
 
+    def followed_by(self, now: _RoleLoads, seconds: float) -> _RoleLoads:
+        """The average when, so many seconds later, the loads are these."""
+        weight = math.exp(-seconds / _AVERAGE_SECONDS)
+        return _RoleLoads(
+            *(weight * old + (1 - weight) * new for old, new in zip(self, now, strict=True))
+        )
+
 
 @dataclass
 class _State:
-    """Role that the nodes of a model lack, if any, since when, and before when nothing moves."""
+    """The nodes of one model.
 
+    Attributes:
+        loads: as they were at the time ``looked``; None where that is not known for these roles.
+        wanted: role that the nodes lack, if any, and that ``since``.
+        next: nothing moves before.
+    """
+
+    loads: _RoleLoads | None = None
+    looked: float = 0.0
     wanted: Role | None = None
     since: float = 0.0
     next: float = 0.0
+
+    def forget(self) -> None:
+        """Forget loads, which say nothing of the roles that nodes have now."""
+        self.loads = self.wanted = None
 
 
 class RoleBalancer:
@@ -71,25 +94,36 @@ class RoleBalancer:
     ) -> None:
         self._workers, self._lease, self._move = workers, lease, move
         self._states: dict[str, _State] = {}
+        self._decides = False
 
     def look(self, now: float) -> None:
         """Move a role of each model if that was called for long enough. ``now``: on the monotonic
         clock."""
         models = dict.fromkeys(worker.info.model for worker in self._workers if worker.info)
         self._states = {model: self._states.get(model, _State()) for model in models}
+        begins = not self._decides
+        self._decides = self._lease.decides()
         for model, state in self._states.items():
+            if not self._decides:
+                state.forget()
+                continue
+            if begins:
+                state.next = now + _PAUSE_SECONDS
             self._look(model, state, now)
 
     def _look(self, model: str, state: _State, now: float) -> None:
         prefill, decode = self._nodes(model, "prefill"), self._nodes(model, "decode")
-        if not self._lease.decides() or not prefill or not decode:
-            state.wanted = None
+        if not prefill or not decode:
+            state.forget()
             return
         loads = _RoleLoads(
             sum(worker.load.queue_seconds for worker in prefill) / len(prefill),
             sum(_prompt_share(worker) for worker in prefill) / len(prefill),
             sum(_decode_share(worker) for worker in decode) / len(decode),
         )
+        if state.loads is not None:
+            loads = state.loads.followed_by(loads, now - state.looked)
+        state.loads, state.looked = loads, now
         wanted = self._lacking(loads, len(prefill), len(decode))
         if wanted != state.wanted:
             state.wanted, state.since = wanted, now
@@ -106,7 +140,8 @@ class RoleBalancer:
             *(chosen.role, chosen.url, wanted, loads.queue, 100 * loads.decode),
         )
         self._move(chosen, wanted)
-        state.next, state.wanted = now + _PAUSE_SECONDS, None
+        state.next = now + _PAUSE_SECONDS
+        state.forget()
 
     def _nodes(self, model: str, role: Role) -> list[Worker]:
         return [

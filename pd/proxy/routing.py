@@ -11,7 +11,7 @@ from pd.proxy.limits import Limits, capacity_of
 from pd.proxy.policies import RouteChoice
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from pd.proxy.load_estimate import LoadEstimate
     from pd.proxy.policies import Policy
@@ -30,6 +30,17 @@ def _fit(first: Worker, second: Worker) -> bool:
     if first.info is None or second.info is None:
         return False
     return first.info.difference(second.info) is None
+
+
+def _travels(apart: frozenset[tuple[Worker, Worker]]) -> Callable[[Worker, Worker], bool]:
+    """Return a function that says whether KV may be sent from one node to another, for a request
+    to which these pairs are apart."""
+
+    def fit(first: Worker, second: Worker) -> bool:
+        travels = (first, second) not in apart and first.hands_off_to(second)
+        return travels and _fit(first, second)
+
+    return fit
 
 
 def _is_ready(first: Worker, second: Worker | None = None) -> bool:
@@ -228,18 +239,22 @@ class Router:
         )
         return min(found, default=None)
 
-    def better(self, model: str, demand: Demand, present: Predicted) -> Predicted | None:
+    def better(
+        self,
+        model: str,
+        demand: Demand,
+        present: Predicted,
+        avoided: frozenset[Worker],
+        apart: frozenset[tuple[Worker, Worker]],
+    ) -> Predicted | None:
         """Nodes to which a waiting request should move; None if it should stay. See
-        :meth:`pd.proxy.prediction.Predictor.better`."""
-        if self._predictor is None:
+        :meth:`pd.proxy.prediction.Predictor.better`, and :meth:`route` for what is ``avoided`` and
+        ``apart``."""
+        among = self._predictable(model, self._firsts(model, demand), demand, avoided)
+        if self._predictor is None or among is None:
             return None
-        firsts = [
-            worker
-            for worker in self._firsts(model, demand)
-            if worker.elastic and worker is not present.first
-        ]
-        decoders = self._decoders(model, demand)
-        return self._predictor.better(present, firsts, decoders, demand, _fit)
+        firsts = [worker for worker in among[0] if worker is not present.first]
+        return self._predictor.better(present, firsts, among[1], demand, _travels(apart))
 
     def _firsts(self, model: str, demand: Demand) -> list[Worker]:
         """Nodes that may compute the prompt."""
@@ -263,6 +278,17 @@ class Router:
             and worker.info.model == model
         ]
 
+    def _predictable(
+        self, model: str, firsts: Sequence[Worker], demand: Demand, avoided: frozenset[Worker]
+    ) -> tuple[list[Worker], list[Worker]] | None:
+        """Nodes that may compute the prompt, of ``firsts``, and that may generate the answer; None
+        where some node does not report its load, so that nothing can be said of a choice with
+        it."""
+        decoders = self._decoders(model, demand)
+        if not all(worker.elastic for worker in (*firsts, *decoders)):
+            return None
+        return _without(avoided, firsts), _without(avoided, decoders)
+
     def _predicted(
         self,
         model: str,
@@ -271,18 +297,11 @@ class Router:
         avoided: frozenset[Worker],
         apart: frozenset[tuple[Worker, Worker]],
     ) -> Route | None:
-        """The route with the best prediction; None where some node does not report what that
-        takes, so that nothing can be said of a choice with it."""
-        decoders = self._decoders(model, demand)
-        if self._predictor is None or not all(worker.elastic for worker in (*firsts, *decoders)):
+        """The route with the best prediction; None where nothing can be predicted."""
+        among = self._predictable(model, firsts, demand, avoided)
+        if self._predictor is None or among is None:
             return None
-        firsts, decoders = _without(avoided, firsts), _without(avoided, decoders)
-
-        def fit(first: Worker, second: Worker) -> bool:
-            travels = (first, second) not in apart and first.hands_off_to(second)
-            return travels and _fit(first, second)
-
-        best = self._predictor.choose(firsts, decoders, demand, fit)
+        best = self._predictor.choose(*among, demand, _travels(apart))
         if best is None:
             return None
         reasons = [(best.first, best.way)]

@@ -143,6 +143,8 @@ class Worker:
         self.role_is_fixed = False
         self.roles: RoleState | None = None
         self.wants_lease = False
+        # Orders of administrators of which the node had told when its role was taken last.
+        self._administered = 0
         # The heartbeats that the node answered last, and before which it got an order for a role.
         self._answered = self._ordered = 0
         self.url = url
@@ -283,10 +285,13 @@ class Worker:
 
     def _take_role(self, state: RoleState) -> None:
         """Take the role that an elastic node prefers: if it got no order since its start, the one
-        with which it was started. An administrator's is not given up for one without."""
+        with which it was started. An administrator's is given up only for an administrator's, or
+        if the node got an order to leave the role to proxies since."""
         assert self.info is not None
-        if state.fixed or not self.role_is_fixed:
+        is_later = state.administered > self._administered
+        if state.fixed or is_later or not self.role_is_fixed:
             self.role, self.role_is_fixed = state.role or self.info.role, state.fixed
+        self._administered = state.administered
 
     @property
     def lacks_order(self) -> bool:
@@ -295,11 +300,12 @@ class Worker:
         lacks = self.role_is_fixed and self.roles is not None and not self.roles.fixed
         return lacks and self._answered > self._ordered
 
-    def order_role(self, sender: str, role: Role, *, fixed: bool) -> None:
+    def order_role(self, sender: str, role: Role | None, *, fixed: bool) -> None:
         """Have an elastic node prefer a role; its next heartbeats say whether it does.
 
         Args:
             sender: this proxy.
+            role: None leaves it to the proxy that has the lease.
             fixed: an administrator wants it, which needs no lease.
         """
         assert self.roles is not None

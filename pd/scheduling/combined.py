@@ -254,7 +254,10 @@ class CombinedScheduler:
             self.decode.remove(request)
 
     def has_not_begun(self, request: Request) -> bool:
-        """Whether a request waits for its prompt to be computed, and none of that was ever done."""
+        """Whether a request waits for its grammar, or for its prompt to be computed, and none of
+        that was ever done."""
+        if request.state is RequestState.COMPILING:
+            return True
         waits = self.prefill is not None and request in self.prefill.waiting
         return waits and request.times.admitted is None
 

@@ -118,6 +118,20 @@ def test_every_proxy_follows_the_one_that_decides_and_administrators(
         expected[2] = "unified"
         wait_until(lambda: all(roles(p.url) == expected for p in proxies), 20)
 
+        # One proxy fixed the role, the other one gives it back.
+        url = f"{by_decider.url}/workers/{nodes[1].instance_id}"
+        assert httpx.post(url, json={"role": "auto"}).json()["role"] == "unified"
+        served = [p.proxy._pool.workers[1] for p in proxies]
+        wait_until(lambda: not any(worker.role_is_fixed for worker in served), 20)
+        assert not leases(nodes)[1]["fixed"]
+
+        async def move_again() -> None:
+            pool._order(pool.workers[1], "decode")
+
+        by_decider.run(move_again())
+        expected[1] = "decode"
+        wait_until(lambda: all(roles(p.url) == expected for p in proxies), 20)
+
 
 def test_a_node_that_is_started_again_gets_the_role_that_an_administrator_set(
     nodes: list[NodeServer],

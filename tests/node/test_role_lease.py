@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pd.core.node_info import Role
 
 
-def order(role: Role, *, term: int = 0, fixed: bool = False) -> PreferRole:
+def order(role: Role | None, *, term: int = 0, fixed: bool = False) -> PreferRole:
     return PreferRole(to="node", sender="proxy", role=role, fixed=fixed, term=term)
 
 
@@ -64,8 +64,18 @@ def test_what_an_administrator_set_stays() -> None:
     lease.asked(b"one", 0.0, wanted=True)
     assert lease.ordered(b"two", order("prefill", fixed=True), 0.0), "which needs no lease"
     assert not lease.ordered(b"one", order("decode", term=1), 0.0)
-    assert lease.state(0.0) == RoleState("prefill", True, "one", 1)
+    assert lease.state(0.0) == RoleState("prefill", True, "one", 1, 1)
     assert lease.ordered(b"one", order("unified", fixed=True), 0.0)
+
+
+def test_an_administrator_leaves_the_role_to_proxies_again() -> None:
+    lease = RoleLease()
+    lease.asked(b"one", 0.0, wanted=True)
+    assert lease.ordered(b"two", order("prefill", fixed=True), 0.0)
+    assert not lease.ordered(b"one", order(None, term=1), 0.0), "no administrator wants it"
+    assert lease.ordered(b"two", order(None, fixed=True), 0.0)
+    assert lease.state(0.0) == RoleState("prefill", False, "one", 1, 2)
+    assert lease.ordered(b"one", order("decode", term=1), 0.0)
 
 
 def test_no_two_proxies_move_the_role_in_one_term(seed: int) -> None:

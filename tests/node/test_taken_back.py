@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from cluster import TokenClient, random_prompts, wait_until
 from tiny import tiny_cluster
+
+from pd.core.errors import InvalidRequestError
+from pd.core.grammar import Grammar
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,6 +59,25 @@ def test_a_waiting_request_is_given_back_and_leaves_nothing(
     assert len(stays.tokens()) == 16
     cluster.wait_idle()
     assert goes.late == 0
+
+
+@pytest.mark.parametrize("way", [slice(0, 2), slice(0, 1)], ids=["pair", "alone"])
+def test_a_request_whose_grammar_is_compiled_is_given_back(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, way: slice
+) -> None:
+    wanted: list[Any] = []
+    node = cluster.prefill[0].node
+    monkeypatch.setattr(node.core.grammars, "want", lambda *asked: wanted.append(asked))
+    grammar = Grammar("regex", "[a-z]+")
+    request = cluster.client.generate(range(50), cluster.pair[way], grammar=grammar)
+    wait_until(lambda: wanted, 10)
+    cluster.client.take_back(request)
+    assert answer(request)
+    cluster.client.abort(request)  # as proxies do
+    _, compiled, _ = wanted[0]
+    compiled(InvalidRequestError("too late"))
+    cluster.wait_idle()
+    assert request.late == 0
 
 
 def test_a_request_that_the_node_has_begun_with_stays(cluster: Cluster) -> None:

@@ -18,7 +18,7 @@ from proxy_cluster import wait_for_all
 
 from pd.core.messages import Finish
 from pd.core.node_load import NodeLoad
-from pd.proxy.moves import MAX_MOVES, MAX_UNDER_WAY
+from pd.proxy.moves import MAX_LOOKS, MAX_MOVES, MAX_UNDER_WAY
 
 if TYPE_CHECKING:
     from fake_node import FakeNode
@@ -40,8 +40,13 @@ def queues(nodes: list[FakeNode], *seconds: float) -> None:
 class Deployment:
     """Elastic unified nodes of which the first is idle, and a proxy on them."""
 
-    def __init__(self, cluster: Cluster, count: int = 2, **options: Any) -> None:
-        self.nodes = [cluster.node("unified", auto=False, elastic=True) for _ in range(count)]
+    def __init__(
+        self, cluster: Cluster, count: int = 2, others: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        """``others``: what all nodes but the first say of themselves."""
+        kind = {"auto": False, "elastic": True}
+        self.nodes = [cluster.node("unified", **kind)]
+        self.nodes += [cluster.node("unified", **kind, **(others or {})) for _ in range(count - 1)]
         queues(self.nodes, 0.0, *[9.0] * (count - 1))
         self.client = cluster.client(text=False, **({"failover": "on"} | options))
         wait_for_all(self.client)
@@ -189,6 +194,25 @@ def test_a_node_is_asked_for_few_at_a_time_the_youngest_first(cluster: Cluster) 
         end(busy, request)
     for request in idle.generates:
         end(idle, request)
+    assert all(p.result(10).json()["output_ids"] == TOKENS for p in pending)
+
+
+@pytest.mark.one_process("each process moves its own requests")
+def test_requests_that_cannot_move_hide_no_older_ones(cluster: Cluster) -> None:
+    """The other node takes short prompts only, and the last ones are long."""
+    d = Deployment(cluster, others={"context_length": 20})
+    busy, idle = d.nodes
+    pending = []
+    for number in range(1 + 2 * MAX_LOOKS):
+        pending.append(d.ask([number] * (50 if number else 5)))
+        busy.wait_generate(number + 1)
+    queues(d.nodes, 9.0, 0.0)
+    asked = busy.wait_take_back()
+    assert asked.room == busy.generates[0].room
+    busy.give_back(asked, taken=True)
+    end(idle, idle.wait_generate())
+    for request in busy.generates[1:]:
+        end(busy, request)
     assert all(p.result(10).json()["output_ids"] == TOKENS for p in pending)
 
 

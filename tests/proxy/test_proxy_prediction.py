@@ -196,6 +196,21 @@ def test_streams_that_would_miss_the_objective_weigh_more_than_a_first_token() -
     assert way([p, d]) == ("p", "p")
 
 
+def test_misses_of_an_objective_weigh_by_how_much_it_is_missed() -> None:
+    """A step of 190 streams beside a prompt takes a hundredth longer than the objective."""
+    a, b = worker("unified", "a", streams=190), worker("unified", "b")
+
+    def chosen(streams: int, queue: float) -> tuple[str, str]:
+        report(a, streams=streams)
+        report(b, streams=182, queue_seconds=queue)
+        return way([a, b], demand(1_000), ttft=1.6)
+
+    assert chosen(190, 30.0) == ("a", "a"), "as hardly any stream loses by it"
+    assert chosen(190, 2.0) == ("b", "b"), "a first token is hardly late"
+    assert chosen(190, 0.0) == ("b", "b"), "nothing is missed there"
+    assert chosen(400, 30.0) == ("b", "b"), "many streams would miss it by far"
+
+
 def test_any_node_alone_serves() -> None:
     for role in ("prefill", "decode", "unified"):
         assert way([worker(role, "only")]) == ("only", "only")
@@ -310,3 +325,20 @@ def test_a_waiting_request_moves_for_an_earlier_first_token_only() -> None:
     moved = predictor.better(present, [p], [p, d], many, lambda *_: True)
     assert moved is not None
     assert moved.first is p
+
+
+def test_a_waiting_request_moves_only_to_nodes_that_will_be_chosen_for_it() -> None:
+    a, b = worker("unified", "a", queue_seconds=9.0), worker("unified", "b")
+    routes, wanted = router([a, b]), demand()
+    present = Predictor().choose([a], [a], wanted, lambda *_: True)
+    assert present is not None
+    nothing: frozenset[Any] = frozenset()
+    moved = routes.better("m", wanted, present, nothing, nothing)
+    assert moved is not None and moved.decode is b
+    assert routes.better("m", wanted, present, frozenset([b]), nothing) is None
+    # The other node has room for the prompt, but not for the answer.
+    assert b.info is not None
+    b.claimed = b.info = msgspec.structs.replace(b.info, context_length=10_001)
+    moved = routes.better("m", wanted, present, nothing, nothing)
+    assert moved is not None and (moved.first, moved.decode) == (b, a)
+    assert routes.better("m", wanted, present, nothing, frozenset([(b, a)])) is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -37,7 +37,10 @@ class RoleRequest(RequestModel):
 
     administrative = True
 
-    role: Role = Field(description="What the node does where nothing speaks against it.")
+    role: Literal[Role, "auto"] = Field(
+        description="What the node does where nothing speaks against it. With `auto` it stays what "
+        "it is until the load calls for another role."
+    )
 
 
 class WorkerRequest(RequestModel):
