@@ -367,6 +367,9 @@ def _draft(drafter: Drafter, works: list[Work]) -> None:
         drafts = drafter.draft(requests, prompt_tokens)
     except Exception as error:  # noqa: BLE001
         _no_drafts.warn(f"the drafter failed; the step has no drafts: {error!r}")
+        # What the drafter's samples were to count for penalties may not be counted.
+        for work in asked:
+            work.samples[0].count_anew(work.sequence.ids)
         return
     for work, draft in zip(asked, drafts, strict=True):
         work.draft = draft

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from cluster import random_prompts, wait_until
 from counters import counter
 from tiny import VOCAB_SIZE, tiny_cluster, tiny_model
@@ -70,6 +71,29 @@ def test_a_model_that_drafts_for_itself_is_always_right(kind: str, params: dict[
         assert 0 < steps <= drafts
         for part in ("draft", "verify"):
             assert counter(decoding, "pd_speculative_step_seconds_total", part=part) > 0
+
+
+def test_the_kv_of_a_pass_that_failed_is_computed_again() -> None:
+    """The prompt's, and that of the tokens before a draft."""
+    with speculating(unified=1) as cluster:
+        (node,) = cluster.nodes
+        drafter: Any = node.node.core.drafter
+        forward, lengths, failed = drafter._runner.forward, list[int](), list[int]()
+
+        def fail(items: Any, **others: Any) -> Any:
+            lengths.append(len(items[0].token_ids))
+            if len(lengths) in (1, 6):
+                failed.append(lengths[-1])
+                raise torch.OutOfMemoryError("no memory")
+            return forward(items, **others)
+
+        drafter._runner.forward = fail
+        asked = cluster.client.generate(PROMPTS[1], [node], max_tokens=42)
+        assert len(asked.tokens()) == 42
+        assert failed == [len(PROMPTS[1]), 2]
+        drafts = counter(node, "pd_speculative_drafts_total")
+        accepted = counter(node, "pd_speculative_accepted_total")
+        assert 0 < accepted == drafts * DRAFTED
 
 
 def test_drafting_is_timed_by_the_devices_clock(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from cluster import Cluster
 
+    from pd.engine.sampler import Sampler
     from pd.launch import NodeServer
 
 PROMPTS = list(random_prompts(4, [5, 40, 90, 130]))
@@ -178,6 +179,41 @@ def test_no_page_is_released_while_it_is_drafted_in(monkeypatch: pytest.MonkeyPa
         cluster.client.generate(PROMPTS[0], targets(cluster), **params).result(20)
         cluster.wait_idle()
     assert released and all(released)
+
+
+class FailingSampler:
+    """The node's sampler as its drafter has it: each third call raises that comes to a place."""
+
+    def __init__(self, sampler: Sampler, where: str) -> None:
+        self._sampler, self._where, self.calls = sampler, where, itertools.count(1)
+
+    def _fail(self, place: str) -> None:
+        if place == self._where and next(self.calls) % 3 == 0:
+            raise torch.OutOfMemoryError("no memory")
+
+    def prepare(self, draws: Any, drafts: torch.Tensor) -> Any:
+        prepared = self._sampler.prepare(draws, drafts=drafts)
+        self._fail("prepare")
+        return prepared
+
+    def launch(self, logits: torch.Tensor, prepared: Any) -> Any:
+        self._fail("launch")
+        return self._sampler.launch(logits, prepared)
+
+
+@pytest.mark.parametrize("where", ["prepare", "launch"])
+@pytest.mark.parametrize("penalty", ["frequency_penalty", "repetition_penalty"])
+def test_penalties_after_the_sampling_of_a_draft_failed(penalty: str, where: str) -> None:
+    params = {"max_tokens": 60, "temperature": 0.8, "seed": 3, penalty: 1.5}
+    expected = plain_answer(PROMPTS[1], **params)
+    settings = {"speculative_adaptive": "off", "speculative_num_draft_tokens": 1}
+    settings |= {"speculative_algorithm": "draft", "speculative_draft_model": tiny_model()}
+    with tiny_cluster(0, 0, 1, **settings) as cluster:
+        drafter: Any = cluster.unified[0].node.core.drafter
+        drafter._sampler = failing = FailingSampler(drafter._sampler, where)
+        assert cluster.client.generate(PROMPTS[1], targets(cluster), **params).result() == expected
+        assert next(failing.calls) > 9
+        assert len(failing._sampler._penalties._counts) == 4, "the choice keeps its row"
 
 
 @pytest.mark.parametrize("penalty", ["frequency_penalty", "repetition_penalty"])
