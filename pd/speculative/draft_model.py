@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pd.engine.model_runner import ModelRunner
     from pd.engine.sampler import Sampler
     from pd.engine.sampling_state import SamplingState
-    from pd.speculative.drafter import DraftRequest
+    from pd.speculative.drafter import DraftedWork, DraftRequest
 
     IntArray = npt.NDArray[np.int32]
 
@@ -129,6 +129,8 @@ class ModelDrafter(Drafter):
         self._expected: dict[TokenSequence, None] = {}
         # Calls of other threads: a sequence, and whether it is expected (True) or forgotten.
         self._changes: queue.SimpleQueue[tuple[TokenSequence, bool]] = queue.SimpleQueue()
+        # Those of the last changes that were forgotten.
+        self._forgotten: set[TokenSequence] = set()
 
     def expect(self, sequence: TokenSequence) -> None:
         """See :class:`pd.speculative.drafter.Drafter`."""
@@ -137,6 +139,11 @@ class ModelDrafter(Drafter):
     def forget(self, sequence: TokenSequence) -> None:
         """See :class:`pd.speculative.drafter.Drafter`."""
         self._changes.put((sequence, False))
+
+    def begin(self, works: Sequence[DraftedWork]) -> None:
+        """See :class:`pd.speculative.drafter.Drafter`."""
+        # NOTE: not only where something is drafted, which may not pay for a long time.
+        self._apply_changes()
 
     def catch_up(self) -> bool:
         """See :class:`pd.speculative.drafter.Drafter`."""
@@ -172,12 +179,11 @@ class ModelDrafter(Drafter):
         """Find what the first forward pass computes: all known tokens whose KV is missing,
         ``budget`` at most. Returns them and the drafts whose first token this pass yields, in the
         order of their items."""
-        forgotten = self._apply_changes()
         missing: list[_Missing] = []
         drafting: list[_Drafting] = []
         for place, request in enumerate(requests):
             # The state of a sequence that ended after the step was planned would be kept for ever.
-            if request.sequence in forgotten or budget == 0:
+            if request.sequence in self._forgotten or budget == 0:
                 continue
             self._expected.pop(request.sequence, None)
             memory = self._memories.setdefault(request.sequence, _Memory())
@@ -240,18 +246,17 @@ class ModelDrafter(Drafter):
             memory.pages = np.concatenate([memory.pages, pages])
         return True
 
-    def _apply_changes(self) -> set[TokenSequence]:
+    def _apply_changes(self) -> None:
         """Note expected sequences. Free the pages of forgotten ones, with which nothing computes
-        any more, and return these."""
-        forgotten = set()
+        any more."""
+        self._forgotten.clear()
         while not self._changes.empty():
             sequence, is_expected = self._changes.get()
             if is_expected:
                 self._expected[sequence] = None
                 continue
-            forgotten.add(sequence)
+            self._forgotten.add(sequence)
             self._expected.pop(sequence, None)
             memory = self._memories.pop(sequence, None)
             if memory is not None:
                 self._allocator.free(memory.pages, PageState.OWNED)
-        return forgotten
