@@ -262,7 +262,7 @@ def launch(
     began = time.monotonic()
     timer = DeviceTimer(sampler.device)
     if drafter is not None:
-        _begin(drafter, works)
+        _begin(drafter, works, reads_states=runner.eagle is not None)
         if drafts:
             _draft(drafter, works)
         timer.split()
@@ -324,14 +324,20 @@ def launch(
 # stays the same.
 
 
-def _begin(drafter: Drafter, works: list[Work]) -> None:
-    """Prepare the works. A drafter that raises leaves all of them without drafts."""
+def _begin(drafter: Drafter, works: list[Work], *, reads_states: bool) -> None:
+    """Prepare the works. A drafter that raises leaves all of them without drafts.
+
+    Args:
+        reads_states: whether an EAGLE head's KV, which may be shared, is written from the state
+            before each token.
+    """
     try:
         drafter.begin(works)
     except Exception as error:  # noqa: BLE001
         _no_drafts.warn(f"the drafter failed; the step has no drafts: {error!r}")
         for work in works:
             work.draft = work.sequence.carried = None
+            work.reread = reads_states and work.start > 0
 
 
 def _follow(drafter: Drafter, step: StepOnDevice) -> None:
