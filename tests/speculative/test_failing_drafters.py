@@ -257,6 +257,33 @@ def test_sequences_without_a_row_are_not_drafted_for(monkeypatch: pytest.MonkeyP
         assert rows and NO_ROW not in rows
 
 
+@pytest.mark.parametrize("kind", ["unified", "split"])
+def test_sequences_without_a_row_get_one_that_comes_free(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    expected = plain_answer(PROMPTS[1], max_tokens=60)
+    begin, works = EagleDrafter.begin, list[Any]()
+    with speculating(kind) as cluster:
+        drafter: Any = targets(cluster)[-1].node.core.drafter
+        writer = drafter._writer
+        free, writer._free = list(writer._free), type(writer._free)()
+
+        def note(self: EagleDrafter, works_of_step: Any) -> None:
+            begin(self, works_of_step)
+            if self is drafter:
+                works.extend(works_of_step)
+                if len(works) == 12:
+                    writer._free.extend(free)
+
+        monkeypatch.setattr(EagleDrafter, "begin", note)
+        asked = cluster.client.generate(PROMPTS[1], targets(cluster), max_tokens=60)
+        assert asked.result(20) == expected
+        cluster.wait_idle()
+        drafted = [work.draft is not None for work in works]
+        assert not any(drafted[:12])
+        assert any(drafted[12:])
+
+
 def test_the_last_row_is_given_once() -> None:
     """Also where another thread takes it between a look and the taking."""
 
