@@ -90,6 +90,11 @@ class Work:
         return 0 if self.draft is None else self.draft.tree.size
 
     @property
+    def most_drafted(self) -> int:
+        """Number of guesses at most, where these are drafted as the step is launched."""
+        return max(self.num_drafted, self.draft_limit)
+
+    @property
     def num_logits(self) -> int:
         """Number of positions at the end of the range whose logits are needed."""
         if self.logprobs_from is not None:
