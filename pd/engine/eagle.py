@@ -44,7 +44,8 @@ class CarriedState:
     """A row of :attr:`EagleWriter.carried` that belongs to one sequence, and what it holds.
 
     Attributes:
-        row: index of the row; :data:`NO_ROW` if there were not enough.
+        row: index of the row; :data:`NO_ROW` if there were not enough. The next step of the
+            sequence asks for one again, and computes the state that it needs.
         stop: tokens of the sequence whose last one has its fused hidden state there.
         received: a state that came from another node and is not in the row yet, as bytes.
     """
@@ -114,12 +115,11 @@ class EagleWriter:
         return made
 
     def upload(self, state: CarriedState) -> None:
-        """Copy what was received to the row, if that was not done yet."""
+        """Copy what was received to the row, not :data:`NO_ROW`, if that was not done yet."""
         if state.received is None:
             return
-        if state.row != NO_ROW:
-            host = torch.frombuffer(bytearray(state.received), dtype=self.carried.dtype)
-            self.carried[state.row].copy_(host)
+        host = torch.frombuffer(bytearray(state.received), dtype=self.carried.dtype)
+        self.carried[state.row].copy_(host)
         state.received = None
 
     def copy_states(self, tokens: torch.Tensor) -> HostCopy:

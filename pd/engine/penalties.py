@@ -75,7 +75,8 @@ class Penalties:
         drafts: torch.Tensor | None,
     ) -> PenalizedRows | None:
         """Upload what :meth:`apply` needs; None if no state has penalties. What the states' choices
-        have output since their last step is taken from them.
+        have output since their last step is taken from them: if :meth:`apply` is not reached, they
+        have to be told (:meth:`~pd.engine.sampling_state.SamplingState.count_anew`).
 
         Args:
             draws: of the step, in the order of its rows.
@@ -93,8 +94,10 @@ class Penalties:
                 continue
             if choice.penalty_row is None:
                 choice.penalty_row = self._take_row(choice)
-                step.begin(choice.penalty_row, choice.prompt_ids)
             place = choice.penalty_row
+            if not choice.is_counted:
+                step.begin(place, choice.prompt_ids)
+                choice.is_counted = True
             step.counted += [(place, token, 0) for token in choice.uncounted]
             choice.uncounted.clear()
             if draw.follows is not None:
@@ -149,9 +152,11 @@ class Penalties:
         if not self._free:
             rows, vocab_size = self._counts.shape
             more = max(_FIRST_ROWS, rows)
-            self._counts = torch.cat((self._counts, self._counts.new_zeros(more, vocab_size)))
+            # NOTE: both tables are as long as each other, also where there is no memory for one.
+            counts = torch.cat((self._counts, self._counts.new_zeros(more, vocab_size)))
             grown = self._in_prompt.new_zeros(more, vocab_size)
             self._in_prompt = torch.cat((self._in_prompt, grown))
+            self._counts = counts
             self._free.extend(range(rows, rows + more))
         row = self._free.popleft()
         weakref.finalize(choice, self._free.append, row)
@@ -171,7 +176,7 @@ class _CollectedRows:
         self._starts, self._paths = [0], list[int]()
 
     def begin(self, place: int, prompt_ids: npt.NDArray[np.int32]) -> None:
-        """Give a row of the table to a choice."""
+        """Begin to count a choice in a row of the table."""
         self._fresh.append(place)
         self._prompts.append(np.stack([np.full(len(prompt_ids), place), prompt_ids]))
 

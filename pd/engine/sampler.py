@@ -183,7 +183,8 @@ class Sampler:
         previous: torch.Tensor | None = None,
         drafts: torch.Tensor | None = None,
     ) -> PreparedDraws:
-        """Upload the inputs of :meth:`launch`. All that is prepared is launched, in the same order.
+        """Upload the inputs of :meth:`launch`. All that is prepared is launched, in the same order,
+        but for what fails; see :meth:`pd.engine.penalties.Penalties.prepare`.
 
         Args:
             draws: in the order of the rows. What penalties count moves from their states to the

@@ -71,6 +71,8 @@ class SamplingState:
         uncounted: output tokens for :class:`pd.engine.penalties.Penalties` to count.
         counted_ahead: tokens which that has counted, and which were not observed yet.
         penalty_row: where it counts them, or None.
+        is_counted: whether that row counts this choice's prompt, and its output but for
+            ``uncounted``.
         rules: which tokens may come next, if the host decides; else None.
         mask_seconds: processor time that the rules took for each mask of the last step; 0 where it
             was in time.
@@ -149,6 +151,17 @@ class SamplingState:
             return Finish("length")
         return None
 
+    def count_anew(self, ids: IntArray) -> None:
+        """Have the device count the prompt and the whole output once more, since a step for which
+        it was to count may have failed before it did.
+
+        Args:
+            ids: the prompt and the output so far, int32. All of it was observed.
+        """
+        if self.has_penalties:
+            self.uncounted[:] = ids[len(ids) - self.num_output_tokens :].tolist()
+            self.is_counted = False
+
     def _check_time(self) -> None:
         grammar = self.params.grammar
         if self.mask_seconds > MASK_SECONDS and grammar is not None:
@@ -221,3 +234,4 @@ class SamplingState:
         self.uncounted: list[int] = []
         self.counted_ahead = 0
         self.penalty_row: int | None = None
+        self.is_counted = False

@@ -110,8 +110,9 @@ class CombinedScheduler:
         end of this step, or of more of them."""
         if self._core.costs is None or not chunks:
             return
-        cost, beside = self._core.costs.cost, shape_of(batch)
-        ends = (0.0 if begins is None else begins()) + cost.seconds(shape_of(batch + chunks))
+        cost, beside = self._core.costs.cost, shape_of(batch, planned=True)
+        ends = 0.0 if begins is None else begins()
+        ends += cost.seconds(shape_of(batch + chunks, planned=True))
         for work in chunks:
             request = work.sequence.request
             left = len(request.prompt) - work.stop
@@ -124,7 +125,7 @@ class CombinedScheduler:
         """Answers that wait for the step that is being planned: those that it continues; those of
         prompts whose last chunk is under way, which it delays by all of its time; and those whose
         prompts other nodes will have computed before a long step is over."""
-        shape = shape_of(batch)
+        shape = shape_of(batch, planned=True)
         assert self.prefill is not None
         ending = [request for request in self.prefill.ending() if request.outgoing is None]
         if receiving is not None:

@@ -46,14 +46,18 @@ _KEPT = 0.25
 _STALE = 1e-100
 
 
-def shape_of(works: Sequence[Work]) -> StepShape:
-    """The shape of a planned step."""
+def shape_of(works: Sequence[Work], *, planned: bool = False) -> StepShape:
+    """The shape of a step.
+
+    Args:
+        planned: it was not launched, and may get the drafts that its works may have.
+    """
     tokens = streams = context = 0
     pairs = 0.0
     for work in works:
         count = work.stop - work.start
         if work.sequence.decodes:
-            streams += count + work.num_drafted
+            streams += count + (work.most_drafted if planned else work.num_drafted)
             context += work.stop
         else:
             tokens += count

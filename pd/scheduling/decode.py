@@ -212,7 +212,7 @@ class DecodeScheduler:
         left = self._output_left(work.sequence)
         most = min(length, left - 2)
         if most > 0:
-            before = 1 + max(work.num_drafted, work.draft_limit)
+            before = 1 + work.most_drafted
             # No token after the last that may be output needs a page.
             wanted = min(before + most, left)
             room = self._room_for(work, wanted)

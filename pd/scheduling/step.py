@@ -90,6 +90,11 @@ class Work:
         return 0 if self.draft is None else self.draft.tree.size
 
     @property
+    def most_drafted(self) -> int:
+        """Number of guesses at most, where these are drafted as the step is launched."""
+        return max(self.num_drafted, self.draft_limit)
+
+    @property
     def num_logits(self) -> int:
         """Number of positions at the end of the range whose logits are needed."""
         if self.logprobs_from is not None:
@@ -262,7 +267,7 @@ def launch(
     began = time.monotonic()
     timer = DeviceTimer(sampler.device)
     if drafter is not None:
-        _begin(drafter, works)
+        _begin(drafter, works, reads_states=runner.eagle is not None)
         if drafts:
             _draft(drafter, works)
         timer.split()
@@ -324,14 +329,20 @@ def launch(
 # stays the same.
 
 
-def _begin(drafter: Drafter, works: list[Work]) -> None:
-    """Prepare the works. A drafter that raises leaves all of them without drafts."""
+def _begin(drafter: Drafter, works: list[Work], *, reads_states: bool) -> None:
+    """Prepare the works. A drafter that raises leaves all of them without drafts.
+
+    Args:
+        reads_states: whether an EAGLE head's KV, which may be shared, is written from the state
+            before each token.
+    """
     try:
         drafter.begin(works)
     except Exception as error:  # noqa: BLE001
         _no_drafts.warn(f"the drafter failed; the step has no drafts: {error!r}")
         for work in works:
             work.draft = work.sequence.carried = None
+            work.reread = reads_states and work.start > 0
 
 
 def _follow(drafter: Drafter, step: StepOnDevice) -> None:
@@ -367,6 +378,9 @@ def _draft(drafter: Drafter, works: list[Work]) -> None:
         drafts = drafter.draft(requests, prompt_tokens)
     except Exception as error:  # noqa: BLE001
         _no_drafts.warn(f"the drafter failed; the step has no drafts: {error!r}")
+        # What the drafter's samples were to count for penalties may not be counted.
+        for work in asked:
+            work.samples[0].count_anew(work.sequence.ids)
         return
     for work, draft in zip(asked, drafts, strict=True):
         work.draft = draft

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pd.engine.model_runner import ModelRunner
     from pd.engine.sampler import Sampler
     from pd.engine.sampling_state import SamplingState
-    from pd.speculative.drafter import DraftRequest
+    from pd.speculative.drafter import DraftedWork, DraftRequest
 
     IntArray = npt.NDArray[np.int32]
 
@@ -57,10 +57,10 @@ class _Memory:
     num_tokens: int = 0
     guessed: Draft | None = None
 
-    def item(self, ids: IntArray, stop: int, num_logits: int) -> ForwardItem:
-        """Make the item that computes the tokens up to ``stop``, for which there are pages."""
-        start, self.num_tokens = self.num_tokens, stop
-        return ForwardItem(ids[start:stop], start, self.pages, num_logits)
+    def missing(self, ids: IntArray, stop: int, num_logits: int) -> _Missing:
+        """Make what computes the tokens up to ``stop``, for which there are pages."""
+        start = self.num_tokens
+        return _Missing(self, ForwardItem(ids[start:stop], start, self.pages, num_logits))
 
     def settle(self, ids: IntArray) -> None:
         """Count the guessed tokens that were accepted as tokens with KV."""
@@ -71,6 +71,13 @@ class _Memory:
             wrong = np.flatnonzero(true != guessed[: len(true)])
             self.num_tokens += int(wrong[0]) if len(wrong) else len(true)
         self.guessed = None
+
+
+class _Missing(NamedTuple):
+    """Known tokens of a sequence whose KV is missing, and the item that computes it."""
+
+    memory: _Memory
+    item: ForwardItem
 
 
 @dataclass(slots=True)
@@ -122,6 +129,8 @@ class ModelDrafter(Drafter):
         self._expected: dict[TokenSequence, None] = {}
         # Calls of other threads: a sequence, and whether it is expected (True) or forgotten.
         self._changes: queue.SimpleQueue[tuple[TokenSequence, bool]] = queue.SimpleQueue()
+        # Those of the last changes that were forgotten.
+        self._forgotten: set[TokenSequence] = set()
 
     def expect(self, sequence: TokenSequence) -> None:
         """See :class:`pd.speculative.drafter.Drafter`."""
@@ -131,26 +140,33 @@ class ModelDrafter(Drafter):
         """See :class:`pd.speculative.drafter.Drafter`."""
         self._changes.put((sequence, False))
 
+    def begin(self, works: Sequence[DraftedWork]) -> None:
+        """See :class:`pd.speculative.drafter.Drafter`."""
+        # NOTE: not only where something is drafted, which may not pay for a long time.
+        self._apply_changes()
+
     def catch_up(self) -> bool:
         """See :class:`pd.speculative.drafter.Drafter`."""
         self._apply_changes()
-        items = self._catch_up_items(CATCH_UP_TOKENS)
-        if items:
-            self._runner.forward(items)
-        return bool(items)
+        missing = self._catch_up_missing(CATCH_UP_TOKENS)
+        if missing:
+            self._compute(missing)
+        return bool(missing)
 
     def draft(self, requests: Sequence[DraftRequest], prompt_tokens: int) -> list[Draft | None]:
         """See :class:`pd.speculative.drafter.Drafter`."""
-        items, drafted = self._begin(requests, max(CATCH_UP_TOKENS, prompt_tokens))
+        missing, drafted = self._begin(requests, max(CATCH_UP_TOKENS, prompt_tokens))
         ends = np.cumsum([each.limit for each in drafted])
         tokens = torch.zeros(int(ends[-1]) if drafted else 0, dtype=torch.int64)
         tokens = tokens.to(self._runner.pool.device)
         for each, end in zip(drafted, ends.tolist(), strict=True):
             each.first = end - each.limit
-        drafting = drafted
-        while items:
-            drafting = self._extend(items, drafting, tokens)
+        if missing:
+            self._draw(self._compute(missing), drafted, tokens)
+        while drafting := [each for each in drafted if each.count < each.limit]:
             items = [each.next_item() for each in drafting]
+            logits = self._runner.forward(items, previous_tokens=tokens)
+            self._draw(logits, drafting, tokens)
         batch, drafts = DraftedTokens(tokens), list[Draft | None]([None] * len(requests))
         for each in drafted:
             draft = Draft(batch, each.first, chain(each.limit))
@@ -159,16 +175,15 @@ class ModelDrafter(Drafter):
 
     def _begin(
         self, requests: Sequence[DraftRequest], budget: int
-    ) -> tuple[list[ForwardItem], list[_Drafting]]:
-        """Make items of the first forward pass: all known tokens whose KV is missing, ``budget`` at
-        most. Returns them and the drafts whose first token this pass yields, in the order of
-        their items."""
-        forgotten = self._apply_changes()
-        items: list[ForwardItem] = []
+    ) -> tuple[list[_Missing], list[_Drafting]]:
+        """Find what the first forward pass computes: all known tokens whose KV is missing,
+        ``budget`` at most. Returns them and the drafts whose first token this pass yields, in the
+        order of their items."""
+        missing: list[_Missing] = []
         drafting: list[_Drafting] = []
         for place, request in enumerate(requests):
             # The state of a sequence that ended after the step was planned would be kept for ever.
-            if request.sequence in forgotten or budget == 0:
+            if request.sequence in self._forgotten or budget == 0:
                 continue
             self._expected.pop(request.sequence, None)
             memory = self._memories.setdefault(request.sequence, _Memory())
@@ -179,33 +194,34 @@ class ModelDrafter(Drafter):
             if not self._grow(memory, stop + request.limit if is_whole else stop):
                 continue
             budget -= stop - memory.num_tokens
-            items.append(memory.item(ids, stop, num_logits=int(is_whole)))
+            missing.append(memory.missing(ids, stop, num_logits=int(is_whole)))
             if is_whole:
                 drafting.append(_Drafting(place, request.limit, memory, request.choice))
-        return items + self._catch_up_items(budget), drafting
+        return missing + self._catch_up_missing(budget), drafting
 
-    def _extend(
-        self, items: list[ForwardItem], drafting: list[_Drafting], tokens: torch.Tensor
-    ) -> list[_Drafting]:
-        """Compute the items and draw a token for each draft into ``tokens``; returns the drafts
-        that go on."""
+    def _compute(self, missing: list[_Missing]) -> torch.Tensor:
+        """Compute KV that is missing; returns the logits."""
+        logits = self._runner.forward([item for _, item in missing])
+        # NOTE: a pass that fails has written nothing that could be relied on.
+        for memory, item in missing:
+            memory.num_tokens = item.start + len(item.token_ids)
+        return logits
+
+    def _draw(self, logits: torch.Tensor, drafting: list[_Drafting], tokens: torch.Tensor) -> None:
+        """Draw the next token of each draft, one for each row of ``logits``, into ``tokens``."""
         if not drafting:
-            self._runner.forward(items)
-            return []
+            return
         draws = [Draw(each.choice, drawn=each.count, first=each.first) for each in drafting]
-        # NOTE: what is prepared must be launched, and the pass may fail.
-        logits = self._runner.forward(items, previous_tokens=tokens)
         draw = self._sampler.prepare(draws, drafts=tokens)
         places = [each.first + each.count for each in drafting]
         drawn = self._sampler.launch(logits, draw).tokens
         tokens.index_copy_(0, to_device(places, torch.int64, tokens.device), drawn)
         for each in drafting:
             each.count += 1
-        return [each for each in drafting if each.count < each.limit]
 
-    def _catch_up_items(self, budget: int) -> list[ForwardItem]:
+    def _catch_up_missing(self, budget: int) -> list[_Missing]:
         """The next tokens of the prompts of expected sequences, ``budget`` in all."""
-        items = []
+        missing = []
         for sequence in list(self._expected):
             memory = self._memories.setdefault(sequence, _Memory())
             prompt = sequence.request.prompt
@@ -214,8 +230,8 @@ class ModelDrafter(Drafter):
                 del self._expected[sequence]
             if stop > memory.num_tokens and self._grow(memory, stop):
                 budget -= stop - memory.num_tokens
-                items.append(memory.item(prompt, stop, num_logits=0))
-        return items
+                missing.append(memory.missing(prompt, stop, num_logits=0))
+        return missing
 
     def _grow(self, memory: _Memory, num_tokens: int) -> bool:
         """Make the page table cover so many tokens; False if there are not enough pages, or the
@@ -230,18 +246,17 @@ class ModelDrafter(Drafter):
             memory.pages = np.concatenate([memory.pages, pages])
         return True
 
-    def _apply_changes(self) -> set[TokenSequence]:
+    def _apply_changes(self) -> None:
         """Note expected sequences. Free the pages of forgotten ones, with which nothing computes
-        any more, and return these."""
-        forgotten = set()
+        any more."""
+        self._forgotten.clear()
         while not self._changes.empty():
             sequence, is_expected = self._changes.get()
             if is_expected:
                 self._expected[sequence] = None
                 continue
-            forgotten.add(sequence)
+            self._forgotten.add(sequence)
             self._expected.pop(sequence, None)
             memory = self._memories.pop(sequence, None)
             if memory is not None:
                 self._allocator.free(memory.pages, PageState.OWNED)
-        return forgotten

@@ -100,7 +100,7 @@ class Drafter(ABC):
                 draft.batch.wait()
         for request in requests:
             self.forget(request.sequence)
-        self.draft([], 0)
+        self.begin([])
 
     def begin(self, works: Sequence[DraftedWork]) -> None:
         """Prepare works for a step that is about to be launched, before anything is drafted for it.

@@ -124,9 +124,9 @@ class EagleDrafter(Drafter):
         """See :class:`pd.speculative.drafter.Drafter`."""
         for work in works:
             sequence = work.sequence
-            if sequence.carried is None:
-                sequence.carried = self._writer.take_row()
             state = sequence.carried
+            if state is None or state.row == NO_ROW:  # a row may have come free
+                state = sequence.carried = self._writer.take_row()
             self._writer.upload(state)
             # Without the state before its first token, the token before that is computed again.
             work.reread = work.start > 0 and not state.covers(work.start)

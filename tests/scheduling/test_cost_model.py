@@ -9,14 +9,17 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from prefill_bench import PrefillBench
 from requests_for_tests import make_request
 
 from pd.core.step_cost import KNEES, StepCost, StepShape, chunk_pairs, graph_rows
+from pd.engine.draft_tree import chain
 from pd.scheduling.combined import CombinedScheduler
 from pd.scheduling.cost_model import CostModel
 from pd.scheduling.slices import PromptSlices
 from pd.scheduling.step import Work
+from pd.speculative.draft import Draft, DraftedTokens
 
 # About an 8B model on a large GPU, in seconds.
 DEVICE = StepCost(
@@ -364,7 +367,7 @@ def test_the_first_step_of_an_answer_from_another_node_is_short() -> None:
         request.incoming = SimpleNamespace() if incoming else None
         sequence = SimpleNamespace(request=request, num_output_tokens=produced, decodes=True)
         work = SimpleNamespace(
-            sequence=sequence, start=1000, stop=1001, num_drafted=0, follows=follows
+            sequence=sequence, start=1000, stop=1001, most_drafted=0, follows=follows
         )
         scheduler.decode = SimpleNamespace(plan=lambda w=work: [w], running=[], needs_memory=False)
         bench.add(range(9000, 18000))
@@ -372,6 +375,21 @@ def test_the_first_step_of_an_answer_from_another_node_is_short() -> None:
     joining, second, here, later = taken
     assert joining < 0.85 * later
     assert second == here == later
+
+
+def test_slices_are_shorter_beside_drafts_even_if_these_are_drafted_at_the_launch() -> None:
+    taken = []
+    drafted = DraftedTokens(torch.zeros(7, dtype=torch.int64))
+    for draft, limit in ((None, 0), (Draft(drafted, 0, chain(7)), 0), (None, 7)):
+        bench = PrefillBench(pages=4096)
+        scheduler: Any = combined(bench)
+        sequence: Any = SimpleNamespace(request=make_request(range(1000)), decodes=True)
+        batch = [Work(sequence, 1000, 1001, draft=draft, draft_limit=limit) for _ in range(32)]
+        scheduler.decode = SimpleNamespace(plan=lambda b=batch: b, running=[], needs_memory=False)
+        bench.add(range(9000, 18000))
+        taken.append(sum(work.stop - work.start for work in scheduler.plan()[32:]))
+    without, ahead, at_launch = taken
+    assert at_launch == ahead < without
 
 
 def test_short_chunks_over_long_contexts_are_not_the_price_of_long_ones(seed: int) -> None:

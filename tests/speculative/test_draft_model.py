@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from cluster import random_prompts, wait_until
 from counters import counter
 from tiny import VOCAB_SIZE, tiny_cluster, tiny_model
@@ -17,6 +18,7 @@ from pd.core.errors import UsageError
 from pd.launch import NodeServer
 from pd.scheduling import step
 from pd.speculative import draft_model
+from pd.speculative.adaptation import DraftLengths
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -72,6 +74,29 @@ def test_a_model_that_drafts_for_itself_is_always_right(kind: str, params: dict[
             assert counter(decoding, "pd_speculative_step_seconds_total", part=part) > 0
 
 
+def test_the_kv_of_a_pass_that_failed_is_computed_again() -> None:
+    """The prompt's, and that of the tokens before a draft."""
+    with speculating(unified=1) as cluster:
+        (node,) = cluster.nodes
+        drafter: Any = node.node.core.drafter
+        forward, lengths, failed = drafter._runner.forward, list[int](), list[int]()
+
+        def fail(items: Any, **others: Any) -> Any:
+            lengths.append(len(items[0].token_ids))
+            if len(lengths) in (1, 6):
+                failed.append(lengths[-1])
+                raise torch.OutOfMemoryError("no memory")
+            return forward(items, **others)
+
+        drafter._runner.forward = fail
+        asked = cluster.client.generate(PROMPTS[1], [node], max_tokens=42)
+        assert len(asked.tokens()) == 42
+        assert failed == [len(PROMPTS[1]), 2]
+        drafts = counter(node, "pd_speculative_drafts_total")
+        accepted = counter(node, "pd_speculative_accepted_total")
+        assert 0 < accepted == drafts * DRAFTED
+
+
 def test_drafting_is_timed_by_the_devices_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """One step with drafts later, if the device tells."""
 
@@ -111,7 +136,7 @@ def test_a_prompt_is_computed_before_its_first_step(monkeypatch: pytest.MonkeyPa
         drafter: Any = cluster.decode[0].node.core.drafter
         with held(cluster.prefill[0]):
             pending = cluster.client.generate(prompt, list(cluster.pair), max_tokens=62)
-            wait_until(lambda: done_with(drafter, 200), 20.0)
+            wait_until(lambda: done_with(drafter, [200]), 20.0)
         pending.result()
         # Token 1 is delivered by both nodes.
         lengths = [len(output.token_ids) for output in pending.outputs]
@@ -134,8 +159,9 @@ def test_sequences_run_without_drafts_until_their_prompt_is_computed(
         assert DRAFTED + 1 in lengths[13:]
 
 
-def done_with(drafter: Any, num_tokens: int) -> bool:
-    return [memory.num_tokens for memory in list(drafter._memories.values())] == [num_tokens]
+def done_with(drafter: Any, num_tokens: list[int]) -> bool:
+    found = [memory.num_tokens for memory in list(drafter._memories.values())]
+    return sorted(found) == sorted(num_tokens)
 
 
 @contextlib.contextmanager
@@ -171,6 +197,36 @@ def test_pages_of_ended_sequences_are_free_again() -> None:
         drafter: Any = server.node.core.drafter
         free = partial(drafter._allocator.count, draft_model.PageState.FREE)
         wait_until(lambda: drafter._memories == {} and free() == 600 // 4, 10.0)
+
+
+def test_ended_sequences_leave_nothing_on_a_node_that_is_busy_without_drafts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Because drafting never pays, and one answer is so long that no step is without works."""
+    monkeypatch.setattr(DraftLengths, "choose", lambda _, __, limits: [0] * len(limits))
+    with speculating(prefill=1, decode=1) as cluster:
+        node, pair = cluster.decode[0].node, list(cluster.pair)
+        drafter: Any = node.core.drafter
+        free = partial(drafter._allocator.count, draft_model.PageState.FREE)
+        pages = free()
+        with held(cluster.prefill[0]):
+            prompts = [len(prompt) for prompt in PROMPTS]
+            asked = [cluster.client.generate(prompt, pair, max_tokens=8) for prompt in PROMPTS]
+            long = cluster.client.generate(PROMPTS[0], pair, max_tokens=1000)
+            wait_until(partial(done_with, drafter, [*prompts, prompts[0]]), 20.0)
+        asked += [cluster.client.generate(prompt, pair, max_tokens=2) for prompt in 4 * PROMPTS]
+        for pending in asked:
+            pending.result()
+
+        def only_the_long_one_is_left() -> bool:
+            with node.core.events.lock:
+                assert node.scheduler.decode is not None
+                is_running = len(node.scheduler.decode.running) == 1
+            left = len(drafter._memories), len(drafter._expected), drafter._changes.qsize()
+            return is_running and left == (1, 0, 0) and free() == pages - -(-prompts[0] // 4)
+
+        wait_until(only_the_long_one_is_left, 20.0)
+        cluster.client.abort(long)
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused() -> None:

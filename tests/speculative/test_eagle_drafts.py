@@ -528,6 +528,32 @@ def test_a_drafter_that_raises_now_and_then_changes_nothing(
         assert counter(targets(cluster)[-1], "pd_speculative_drafted_total") > 0
 
 
+@pytest.mark.parametrize(
+    ("raising", "method", "every"),
+    [(eagle_drafter.EagleDrafter, "begin", 10), (EagleWriter, "upload", 61)],
+    ids=["before all works", "between works"],
+)
+def test_drafts_after_a_failed_preparation_are_those_of_one_pass(
+    monkeypatch: pytest.MonkeyPatch, raising: Any, method: str, every: int
+) -> None:
+    """So the head's KV of the steps that were not prepared is right."""
+    notes, works, calls = Notes(monkeypatch), getattr(raising, method), itertools.count()
+
+    def raise_sometimes(*arguments: Any) -> Any:
+        if next(calls) % every == 1:
+            raise MemoryError("no room")
+        return works(*arguments)
+
+    monkeypatch.setattr(raising, method, raise_sometimes)
+    with speculating("unified", page_size=4) as cluster:
+        for _ in range(2):
+            answers(cluster, tokens=12)
+        cluster.wait_idle()
+        made = notes.drafts()
+        assert len(made) > 30
+        check_drafts(targets(cluster)[-1], made[::3])
+
+
 def test_nothing_is_drafted_beyond_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence that fills the context has no page for more."""
     beyond = []

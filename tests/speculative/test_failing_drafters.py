@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from cluster import Cluster
 
+    from pd.engine.sampler import Sampler
     from pd.launch import NodeServer
 
 PROMPTS = list(random_prompts(4, [5, 40, 90, 130]))
@@ -180,6 +181,41 @@ def test_no_page_is_released_while_it_is_drafted_in(monkeypatch: pytest.MonkeyPa
     assert released and all(released)
 
 
+class FailingSampler:
+    """The node's sampler as its drafter has it: each third call raises that comes to a place."""
+
+    def __init__(self, sampler: Sampler, where: str) -> None:
+        self._sampler, self._where, self.calls = sampler, where, itertools.count(1)
+
+    def _fail(self, place: str) -> None:
+        if place == self._where and next(self.calls) % 3 == 0:
+            raise torch.OutOfMemoryError("no memory")
+
+    def prepare(self, draws: Any, drafts: torch.Tensor) -> Any:
+        prepared = self._sampler.prepare(draws, drafts=drafts)
+        self._fail("prepare")
+        return prepared
+
+    def launch(self, logits: torch.Tensor, prepared: Any) -> Any:
+        self._fail("launch")
+        return self._sampler.launch(logits, prepared)
+
+
+@pytest.mark.parametrize("where", ["prepare", "launch"])
+@pytest.mark.parametrize("penalty", ["frequency_penalty", "repetition_penalty"])
+def test_penalties_after_the_sampling_of_a_draft_failed(penalty: str, where: str) -> None:
+    params = {"max_tokens": 60, "temperature": 0.8, "seed": 3, penalty: 1.5}
+    expected = plain_answer(PROMPTS[1], **params)
+    settings = {"speculative_adaptive": "off", "speculative_num_draft_tokens": 1}
+    settings |= {"speculative_algorithm": "draft", "speculative_draft_model": tiny_model()}
+    with tiny_cluster(0, 0, 1, **settings) as cluster:
+        drafter: Any = cluster.unified[0].node.core.drafter
+        drafter._sampler = failing = FailingSampler(drafter._sampler, where)
+        assert cluster.client.generate(PROMPTS[1], targets(cluster), **params).result() == expected
+        assert next(failing.calls) > 9
+        assert len(failing._sampler._penalties._counts) == 4, "the choice keeps its row"
+
+
 @pytest.mark.parametrize("penalty", ["frequency_penalty", "repetition_penalty"])
 def test_penalties_after_a_pass_of_a_draft_model_failed(penalty: str) -> None:
     params = {"max_tokens": 40, "temperature": 0.8, "seed": 3, penalty: 1.5}
@@ -219,6 +255,33 @@ def test_sequences_without_a_row_are_not_drafted_for(monkeypatch: pytest.MonkeyP
         asked = cluster.client.generate(PROMPTS[1], targets(cluster), max_tokens=24)
         assert asked.result(20) == expected
         assert rows and NO_ROW not in rows
+
+
+@pytest.mark.parametrize("kind", ["unified", "split"])
+def test_sequences_without_a_row_get_one_that_comes_free(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    expected = plain_answer(PROMPTS[1], max_tokens=60)
+    begin, works = EagleDrafter.begin, list[Any]()
+    with speculating(kind) as cluster:
+        drafter: Any = targets(cluster)[-1].node.core.drafter
+        writer = drafter._writer
+        free, writer._free = list(writer._free), type(writer._free)()
+
+        def note(self: EagleDrafter, works_of_step: Any) -> None:
+            begin(self, works_of_step)
+            if self is drafter:
+                works.extend(works_of_step)
+                if len(works) == 12:
+                    writer._free.extend(free)
+
+        monkeypatch.setattr(EagleDrafter, "begin", note)
+        asked = cluster.client.generate(PROMPTS[1], targets(cluster), max_tokens=60)
+        assert asked.result(20) == expected
+        cluster.wait_idle()
+        drafted = [work.draft is not None for work in works]
+        assert not any(drafted[:12])
+        assert any(drafted[12:])
 
 
 def test_the_last_row_is_given_once() -> None:
