@@ -18,7 +18,7 @@ from pd.core.messages import MAX_MESSAGE_BYTES, AnyMessage, Message, counts, dec
 from pd.core.numbering import Received, Sent
 from pd.core.waker import Waker
 from pd.node.curve import admit_only
-from pd.node.half_open import HalfOpenLimit
+from pd.node.half_open import HalfOpenLimit, limit_handshakes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -98,6 +98,7 @@ class ControlThread(threading.Thread):
         self._router = self._open(zmq.ROUTER, ipv6=":" in host)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        limit_handshakes(self._router)
         if cluster_key is not None:
             self._require_key(cluster_key)
         try:
