@@ -29,6 +29,7 @@ from pd.core.signed_requests import (
     EXPECTED_HEADER,
     SIGNATURE_HEADER,
     RequestVerifier,
+    request_target,
     sign_reply,
 )
 
@@ -130,7 +131,7 @@ async def _respond(
         logger.warning("refused a handshake: %s", error)
         response = _error(409, error, {})
     except PDError as error:
-        refused.warn(f"refused {request.method} {request.url.path}: {error}")
+        refused.warn(f"refused {request.method} {request_target(request.scope)}: {error}")
         response = _error(error.status, error, {})
     if verifier is not None and nonce:
         signature = sign_reply(verifier.key, nonce, response.status_code, bytes(response.body))
@@ -147,7 +148,7 @@ async def _answered(request: Request, answer: Answer, body: bytes) -> bytes:
         raise
     except Exception as error:
         # Such as of a transfer backend that cannot connect to the peer.
-        what = f"{request.method} {request.url.path} failed"
+        what = f"{request.method} {request_target(request.scope)} failed"
         logger.exception(what)
         raise PDError(f"{what}: {type(error).__name__}: {error}") from error
 
@@ -156,7 +157,7 @@ def _authenticate(request: Request, body: bytes, verifier: RequestVerifier) -> s
     nonce, reason = verifier.verify(
         request.headers.get("Authorization", ""),
         request.method,
-        request.url.path,
+        request_target(request.scope),
         request.headers.get(EXPECTED_HEADER, ""),
         body,
     )
