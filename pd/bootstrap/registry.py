@@ -48,11 +48,6 @@ class Registry:
         """Accept no more handshakes: this node is about to stop."""
         self._unavailable = "draining"
 
-    def check_ready(self) -> None:
-        """Raise UnavailableError while this node accepts no handshake."""
-        if self._unavailable:
-            raise UnavailableError(f"{self.own.instance_id} is {self._unavailable}")
-
     def handshake(self, peer: NodeInfo) -> NodeInfo:
         """Accept a decode node and return what it needs to know of this one.
 
@@ -61,7 +56,8 @@ class Registry:
             HandshakeError: the two cannot work together; the message names both values.
             PDError: whatever ``connect`` raised.
         """
-        self.check_ready()
+        if self._unavailable:
+            raise UnavailableError(f"{self.own.instance_id} is {self._unavailable}")
         if peer.role == "prefill":
             raise HandshakeError(
                 f"role differs: {self.own.instance_id} shakes hands with decode nodes, "

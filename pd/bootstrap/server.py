@@ -29,6 +29,7 @@ from pd.core.signed_requests import (
     EXPECTED_HEADER,
     SIGNATURE_HEADER,
     RequestVerifier,
+    request_target,
     sign_reply,
 )
 
@@ -43,9 +44,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BOOTSTRAP_PATH = "/bootstrap"
 HANDSHAKE_PATH = "/bootstrap/handshake"
-PEERS_PATH = "/bootstrap/peers"
 MAX_BODY_BYTES = 64 << 10
 RETRY_AFTER_SECONDS = 1
 _NO_KEY = "; nodes of other hosts need the same --cluster-key-file"
@@ -57,22 +56,17 @@ _node_decoder = msgspec.json.Decoder(NodeInfo)
 def make_bootstrap_app(registry: Registry, *, cluster_key: bytes | None = None) -> Starlette:
     """The ASGI application that a prefill node serves on ``--bootstrap-port``.
 
-    ``GET /bootstrap`` answers this node's NodeInfo, ``POST /bootstrap/handshake`` takes a decode
-    node's and answers this node's, ``GET /bootstrap/peers`` lists the nodes that did. Requests are
-    signed with the cluster key; without one they must come from a program on this host. Errors are
-    an ``ErrorInfo``: 400 for a body that is no NodeInfo, 401 without the cluster key, 403 or 415
-    for another host or a web page where there is none, 409 for nodes that cannot work together, 413
-    for a body over 64 KiB, 500 for whatever goes wrong unexpectedly, 503 until ready and while
-    draining.
+    ``POST /bootstrap/handshake`` takes a decode node's NodeInfo and answers this node's. Requests
+    are signed with the cluster key; without one they must come from a program on this host. Errors
+    are an ``ErrorInfo``: 400 for a body that is no NodeInfo, 401 without the cluster key, 403 or
+    415 for another host or a web page where there is none, 409 for nodes that cannot work together
+    or another instance than was asked, 413 for a body over 64 KiB, 500 for whatever goes wrong
+    unexpectedly, 503 until ready and while draining.
     """
     key = bootstrap_key(cluster_key)
     verifier = None if key is None else RequestVerifier(key)
     refused = Seldom(logger)
     own_names = {urlsplit(registry.own.bootstrap).hostname or ""}
-
-    async def own(request: Request, body: bytes) -> object:
-        registry.check_ready()
-        return registry.own
 
     async def handshake(request: Request, body: bytes) -> object:
         expected = request.headers.get(EXPECTED_HEADER, "")
@@ -87,22 +81,10 @@ def make_bootstrap_app(registry: Registry, *, cluster_key: bytes | None = None) 
             raise InvalidRequestError(f"the body is not a NodeInfo: {error}") from error
         return await run_in_threadpool(registry.handshake, peer)
 
-    async def peers(request: Request, body: bytes) -> object:
-        return registry.peers()
+    async def endpoint(request: Request) -> Response:
+        return await _respond(request, handshake, verifier, own_names, refused)
 
-    def route(path: str, method: str, answer: Answer) -> Route:
-        async def endpoint(request: Request) -> Response:
-            return await _respond(request, answer, verifier, own_names, refused)
-
-        return Route(path, endpoint, methods=[method])
-
-    return Starlette(
-        routes=[
-            route(BOOTSTRAP_PATH, "GET", own),
-            route(HANDSHAKE_PATH, "POST", handshake),
-            route(PEERS_PATH, "GET", peers),
-        ]
-    )
+    return Starlette(routes=[Route(HANDSHAKE_PATH, endpoint, methods=["POST"])])
 
 
 async def _respond(
@@ -130,7 +112,7 @@ async def _respond(
         logger.warning("refused a handshake: %s", error)
         response = _error(409, error, {})
     except PDError as error:
-        refused.warn(f"refused {request.method} {request.url.path}: {error}")
+        refused.warn(f"refused {request.method} {request_target(request.scope)}: {error}")
         response = _error(error.status, error, {})
     if verifier is not None and nonce:
         signature = sign_reply(verifier.key, nonce, response.status_code, bytes(response.body))
@@ -147,7 +129,7 @@ async def _answered(request: Request, answer: Answer, body: bytes) -> bytes:
         raise
     except Exception as error:
         # Such as of a transfer backend that cannot connect to the peer.
-        what = f"{request.method} {request.url.path} failed"
+        what = f"{request.method} {request_target(request.scope)} failed"
         logger.exception(what)
         raise PDError(f"{what}: {type(error).__name__}: {error}") from error
 
@@ -156,7 +138,7 @@ def _authenticate(request: Request, body: bytes, verifier: RequestVerifier) -> s
     nonce, reason = verifier.verify(
         request.headers.get("Authorization", ""),
         request.method,
-        request.url.path,
+        request_target(request.scope),
         request.headers.get(EXPECTED_HEADER, ""),
         body,
     )

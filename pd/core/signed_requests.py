@@ -14,6 +14,10 @@ import hmac
 import secrets
 import threading
 import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 SCHEME = "PD-HMAC"
 SIGNATURE_HEADER = "PD-Signature"
@@ -32,8 +36,23 @@ def _mac(key: bytes, *parts: str | bytes) -> str:
     return hmac.new(key, b"".join(digests), hashlib.sha256).hexdigest()
 
 
+def request_target(scope: Mapping[str, Any]) -> str:
+    """Path and query of an ASGI request as they came, which its client signed.
+
+    NOTE: not from ``request.url``, which older versions of Starlette put together from the ``Host``
+    header, so that it could name another path than the one that is routed.
+    """
+    path, query = scope["raw_path"].decode("latin-1"), scope["query_string"].decode("latin-1")
+    return f"{path}?{query}" if query else path
+
+
 def sign_request(key: bytes, method: str, path: str, expected: str, body: bytes) -> tuple[str, str]:
-    """The ``Authorization`` header and the nonce in it. ``expected``: instance that it is for."""
+    """The ``Authorization`` header and the nonce in it.
+
+    Args:
+        path: of the request, with its query, as they are sent (:func:`request_target`).
+        expected: instance that it is for.
+    """
     stamp, nonce = repr(time.time()), secrets.token_hex(16)
     mac = _mac(key, "request", stamp, nonce, method, path, expected, body)
     return f"{SCHEME} {stamp} {nonce} {mac}", nonce

@@ -29,6 +29,7 @@ from pd.core.signed_requests import (
     NONCE_HEADER,
     SIGNATURE_HEADER,
     RequestVerifier,
+    request_target,
     sign_reply,
 )
 
@@ -181,11 +182,10 @@ class _Gate:
 
     def _verify(self, verifier: RequestVerifier, request: Request, body: bytes) -> str:
         """The nonce of a request that was signed for this instance."""
-        url = request.url
         nonce, reason = verifier.verify(
             request.headers.get("Authorization", ""),
             request.method,
-            f"{url.path}?{url.query}" if url.query else url.path,
+            request_target(request.scope),
             self._instance_id,
             body,
         )

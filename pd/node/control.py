@@ -16,9 +16,10 @@ from pd.core.cluster_key import curve_client_keypair, curve_server_keypair
 from pd.core.errors import HandshakeError, SetupError
 from pd.core.messages import MAX_MESSAGE_BYTES, AnyMessage, Message, counts, decode, encode
 from pd.core.numbering import Received, Sent
+from pd.core.seldom import Seldom
 from pd.core.waker import Waker
 from pd.node.curve import admit_only
-from pd.node.half_open import HalfOpenLimit
+from pd.node.half_open import HalfOpenLimit, limit_handshakes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -98,6 +99,7 @@ class ControlThread(threading.Thread):
         self._router = self._open(zmq.ROUTER, ipv6=":" in host)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        limit_handshakes(self._router)
         if cluster_key is not None:
             self._require_key(cluster_key)
         try:
@@ -119,6 +121,7 @@ class ControlThread(threading.Thread):
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._half_open.monitor, zmq.POLLIN)
         self._poller.register(self._waker, zmq.POLLIN)
+        self._dropped = Seldom(logger)
         self._running = True
 
     def _open(self, kind: int, *, ipv6: bool) -> zmq.Socket[bytes]:
@@ -256,7 +259,7 @@ class ControlThread(threading.Thread):
             link = self._link(socket, frames)
             if link is None or message.sender.encode() != link.identity:
                 name = None if link is None else link.identity
-                logger.warning("dropped a message of %.64r that claims another sender", name)
+                self._dropped.warn(f"dropped a message of {name!r:.64} that claims another sender")
                 continue
             if len(frames) > 1 + (socket is self._router):
                 self._check(link, frames[-2])
@@ -282,7 +285,7 @@ class ControlThread(threading.Thread):
         try:
             gap = received.missing(number)
         except ValueError as error:
-            logger.warning("ignored a message of %.64r: %s", link.identity, error)
+            self._dropped.warn(f"ignored a message of {link.identity!r:.64}: {error}")
             return
         if received.began > began > 0 and not link.dialled:
             self._guarded(self._handler.on_anew, link.identity)
@@ -293,9 +296,9 @@ class ControlThread(threading.Thread):
         try:
             return decode(frames[-1])
         except msgspec.MsgspecError as error:
-            logger.warning("dropped a malformed message of %d bytes: %s", len(frames[-1]), error)
+            self._dropped.warn(f"dropped a malformed message of {len(frames[-1])} bytes: {error}")
         except (UnicodeError, RecursionError) as error:
-            logger.warning("dropped a malformed message: %s", error)
+            self._dropped.warn(f"dropped a malformed message: {error}")
         return None
 
     def _flush(self) -> None:

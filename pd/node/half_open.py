@@ -1,8 +1,9 @@
 """Connections to a listening ZMQ socket whose peers have not proved their identity.
 
 ZMQ accepts without a limit, and gives a peer half a minute for its handshake. So whoever reaches
-the port could take every descriptor of the process. Here the oldest of too many are ended instead,
-as the HTTP servers do.
+the port could take every descriptor of the process, and memory with large messages, which ZMQ reads
+whole before it refuses them. Here a handshake has a few seconds, and the oldest of too many
+connections are ended, as the HTTP servers do.
 """
 
 from __future__ import annotations
@@ -23,9 +24,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Peers that are let in need a few round trips, so even many nodes that start at once are rarely as
-# many.
+# many. Where more than this begin together, the oldest are ended before they are through, come
+# again and end others: with a limit of 64, a hundred peers can keep each other out.
 MOST = 256
+# Milliseconds from the connection to the end of its handshake. A peer that is starved of CPU needs
+# longer; its ZMQ connects again by itself, and keeps what it has to say.
+HANDSHAKE_MS = 5000
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+
+
+def limit_handshakes(listener: zmq.Socket[bytes]) -> None:
+    """End connections to a socket that is not bound yet when their handshake takes too long."""
+    listener.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
 
 
 class HalfOpenLimit:

@@ -17,6 +17,7 @@ from pd.core.errors import (
 )
 from pd.core.messages import Abort, Generate, GenerateTogether, TakeBack, TakenBack
 from pd.core.request import RequestState
+from pd.core.seldom import Seldom
 from pd.node.validation import check_length, request_from
 from pd.scheduling.resumed import restore_sampling
 
@@ -65,6 +66,7 @@ class Intake:
         self._proxies, self._ready = proxies, ready
         self.compiling: list[Request] = []
         self._replaying = threading.Lock()
+        self._dropped = Seldom(logger)
 
     def register(self, handlers: Handlers) -> None:
         """Register the handlers of messages from proxies."""
@@ -80,7 +82,7 @@ class Intake:
             return
         existing = rooms.get(message.room)
         if existing is not None:
-            logger.warning("dropped a duplicate of room %s", message.room.hex())
+            self._dropped.warn(f"dropped a duplicate of room {message.room.hex()}")
             if existing.proxy != identity:
                 error = InvalidRequestError(f"room {message.room.hex()} is in use")
                 rooms.outputs.failed(identity, message.room, error)
@@ -220,11 +222,11 @@ class Intake:
         if request.state.terminal:
             return
         if request.proxy != identity:
-            logger.warning("dropped an abort of room %s by another proxy", message.room.hex())
+            self._dropped.warn(f"dropped an abort of room {message.room.hex()} by another proxy")
             return
         if message.index is not None:
             if not 0 <= message.index < request.params.n:
-                logger.warning("dropped an abort of choice %d of %s", message.index, request.rid)
+                self._dropped.warn(f"dropped an abort of choice {message.index} of {request.rid}")
                 return
             request.ended_choices.add(message.index)
             if self._scheduler.end_choice(request, message.index):

@@ -22,6 +22,7 @@ from pd.core.messages import (
     ProxyHeartbeat,
     heartbeat_owner,
 )
+from pd.core.seldom import Seldom
 from pd.core.starvation import RUN_DELAY
 from pd.node.info import server_info
 from pd.node.intake import Intake
@@ -103,6 +104,7 @@ class Node:
         # Whether proxies are asked to move the requests that are here.
         self._leaving = False
         self._next_heartbeat = 0.0
+        self._dropped = Seldom(logger)
         self.proxies = Proxies(core.rooms)
         self.prefixes = PrefixReports(core)
         self.kv_events: KVEvents | None = None
@@ -267,7 +269,8 @@ class Node:
             if message.to != self.instance_id and not isinstance(message, ProxyHeartbeat):
                 logger.debug("dropped %s for instance %s", type(message).__name__, message.to)
             elif message not in handlers:
-                logger.warning("dropped %s: not for a %s node", type(message).__name__, self.role)
+                kind = type(message).__name__
+                self._dropped.warn(f"dropped {kind}: not for a {self.role} node")
             else:
                 handlers.handle(link.identity, message)
 

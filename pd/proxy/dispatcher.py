@@ -127,7 +127,7 @@ class Dispatcher:
             for spec in specs[len(job.generations) :]:
                 self.admission.ended(spec)
             self.jobs.discard(job)
-            self.admission.release_rids(rids)
+            self.admission.release(rids, specs)
             if not self.jobs:
                 self._idle.set()
             self._metrics.running.dec()

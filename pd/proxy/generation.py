@@ -64,6 +64,21 @@ class Spec:
     discard_output: bool = False
     shows_stop: bool = False
 
+    @property
+    def num_prompt_logprobs(self) -> int:
+        """Number of prompt tokens whose log probabilities were asked for."""
+        start = self.params.prompt_logprobs_start
+        return 0 if start is None else len(self.token_ids) - start
+
+    @property
+    def num_logprobs(self) -> int:
+        """Number of log probabilities, those of the likeliest tokens included, that the answers
+        hold if they become as long as they may. Each of the ``n`` answers has those of the
+        prompt."""
+        params = self.params
+        tokens = self.num_prompt_logprobs + (params.max_tokens if params.logprobs else 0)
+        return tokens * (1 + params.top_logprobs) * params.n
+
 
 class FinishReason(NamedTuple):
     """Reason why a choice ended; ``matched``: the token id or the stop string."""
@@ -343,7 +358,7 @@ class Generation:
         self.unannounced: list[Choice] = []
         self.held: dict[Choice, int] = {}
         self.linger: TimerHandle | None = None
-        self.lacks_prompt_logprobs = self._num_prompt_logprobs > 0
+        self.lacks_prompt_logprobs = self.spec.num_prompt_logprobs > 0
         self._reporting: Attempt | None = None
         self._stages: dict[str, Stages] = {}
 
@@ -369,14 +384,8 @@ class Generation:
         for."""
         if not self.lacks_prompt_logprobs:
             return None
-        wanted, have = self._num_prompt_logprobs, len(self.prompt_logprobs)
+        wanted, have = self.spec.num_prompt_logprobs, len(self.prompt_logprobs)
         return f"the prefill node sent log probabilities of {have} prompt tokens, not {wanted}"
-
-    @property
-    def _num_prompt_logprobs(self) -> int:
-        """Number of prompt log probabilities that were asked for."""
-        start = self.spec.params.prompt_logprobs_start
-        return 0 if start is None else len(self.spec.token_ids) - start
 
     @property
     def completion_tokens(self) -> int:
@@ -391,7 +400,7 @@ class Generation:
         self.stop_lingering()
         self.choices = [Choice(self, index) for index in range(self.spec.params.n)]
         self.prompt_logprobs.clear()
-        self.lacks_prompt_logprobs = self._num_prompt_logprobs > 0
+        self.lacks_prompt_logprobs = self.spec.num_prompt_logprobs > 0
         self.unannounced.clear()
         self.held.clear()
 
@@ -417,7 +426,7 @@ class Generation:
         """Add log probabilities of the prompt's next tokens. Raises NodeFailedError for too
         many."""
         self.prompt_logprobs += more
-        self.lacks_prompt_logprobs = len(self.prompt_logprobs) != self._num_prompt_logprobs
+        self.lacks_prompt_logprobs = len(self.prompt_logprobs) != self.spec.num_prompt_logprobs
         if len(self.prompt_logprobs) > len(self.spec.token_ids):
             raise NodeFailedError("the prefill node sent log probabilities of too many tokens")
 

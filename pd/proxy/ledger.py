@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from array import array
 
-_PROMPTS, _TOKENS, _TAKEN, _CLOSED, _TURNED = range(5)
-_COLUMNS = 5
+_PROMPTS, _TOKENS, _LOGPROBS, _TAKEN, _CLOSED, _TURNED = range(6)
+_COLUMNS = 6
 _COUNT_BYTES = 8
 
 
@@ -41,10 +41,16 @@ class Ledger:
         """Tokens of the prompts in the system."""
         return sum(self._table[_TOKENS::_COLUMNS])
 
-    def add(self, prompts: int, tokens: int) -> None:
-        """Count prompts that came to this process, or (negative) that ended there."""
+    @property
+    def logprobs(self) -> int:
+        """Log probabilities that the answers in the system may hold."""
+        return sum(self._table[_LOGPROBS::_COLUMNS])
+
+    def add(self, prompts: int, tokens: int, logprobs: int) -> None:
+        """Count what came to this process, or (negative) what ended there."""
         self._table[self._start + _PROMPTS] += prompts
         self._table[self._start + _TOKENS] += tokens
+        self._table[self._start + _LOGPROBS] += logprobs
 
     def take(self, taken: int) -> None:
         """Note how many of the connections that this process was given it has taken."""

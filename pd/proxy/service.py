@@ -200,7 +200,7 @@ class TokenCount:
         if params.prompt_logprobs_start is None:
             return
         each = 1 + params.top_logprobs
-        self._logprobs += (len(spec.token_ids) - params.prompt_logprobs_start) * each * params.n
+        self._logprobs += spec.num_prompt_logprobs * each * params.n
         most = max(MAX_PROMPT_LOGPROBS, context_length * each)
         if self._logprobs > most:
             raise InvalidRequestError(

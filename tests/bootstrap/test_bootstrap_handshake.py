@@ -184,7 +184,8 @@ def test_503_with_retry_after_until_ready_and_while_draining(start, state) -> No
     if state == "draining":
         p.registry.set_ready()
         p.registry.set_draining()
-    response = httpx.get(f"{p.url}/bootstrap")
+    body = msgspec.json.encode(info("D", "decode"))
+    response = httpx.post(p.url + HANDSHAKE_PATH, content=body, headers=JSON)
     assert response.status_code == 503
     assert int(response.headers["Retry-After"]) >= 1
     with pytest.raises(UnavailableError, match=f"P is {state}"):
@@ -193,14 +194,12 @@ def test_503_with_retry_after_until_ready_and_while_draining(start, state) -> No
     assert shake(p, info("D", "decode")).instance_id == "P"
 
 
-def test_get_bootstrap_and_peers(start) -> None:
+def test_nothing_but_handshakes_is_answered(start) -> None:
     p = start()
-    own = info("D", "decode")
-    shake(p, own)
-    content = httpx.get(f"{p.url}/bootstrap").content
-    assert msgspec.json.decode(content, type=type(own)) == p.registry.own
-    content = httpx.get(f"{p.url}/bootstrap/peers").content
-    assert msgspec.json.decode(content, type=list[type(own)]) == [own]
+    shake(p, info("D", "decode"))
+    for path in ("/", "/bootstrap", "/bootstrap/peers"):
+        assert httpx.get(p.url + path).status_code == 404, path
+    assert httpx.get(p.url + HANDSHAKE_PATH).status_code == 405
 
 
 def test_the_restarted_prefill_node_is_met_again_on_the_same_port(start) -> None:
@@ -273,8 +272,8 @@ def test_without_the_cluster_key_nothing_is_answered(start, theirs) -> None:
     p = start(key=KEY)
     with pytest.raises(HandshakeError, match="cluster key"):
         shake(p, info("D", "decode"), cluster_key=theirs)
-    for path in ("/bootstrap", "/bootstrap/peers"):
-        assert httpx.get(p.url + path).status_code == 401
+    body = msgspec.json.encode(info("D", "decode"))
+    assert httpx.post(p.url + HANDSHAKE_PATH, content=body).status_code == 401
     assert p.registry.peers() == []
 
 

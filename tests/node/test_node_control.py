@@ -119,6 +119,40 @@ def test_a_message_for_another_role_is_dropped(
     assert "Commit: not for a unified node" in caplog.text
 
 
+def test_wrong_messages_are_logged_seldom(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pd.core.seldom.SECONDS", 60.0)
+    server = tiny_node("unified")
+    try:
+        with (
+            proxy_of(server) as peer,
+            RawPeer(server.node.endpoint, "other") as other,
+            caplog.at_level(logging.WARNING),
+        ):
+            to, room = server.instance_id, b"r" * 16
+            foreign = encode(ProxyHeartbeat(to="", sender="somebody"))
+            commit = Commit(
+                to=to, sender=peer.name, room=room, epoch=1, num_bytes=0, first_tokens=[]
+            )
+            request = generate_to(server, peer.name, params={"max_tokens": 900})
+            for _ in range(5):
+                peer.send_bytes(b"malformed")
+                peer.send_bytes(foreign)
+                peer.send_bytes(b"no number", encode(ProxyHeartbeat(to="", sender=peer.name)))
+                peer.send(commit)
+                peer.send(request)
+            peer.receive(StepOutputs)
+            for _ in range(5):
+                other.send(Abort(to=to, sender="other", room=request.room))
+            other.beat()
+            other.receive(NodeHeartbeat)
+    finally:
+        server.stop()
+    warned = sorted(r.name for r in caplog.records if r.name.startswith("pd.node."))
+    assert warned == ["pd.node.control", "pd.node.intake", "pd.node.node"], caplog.text
+
+
 def test_nobody_speaks_in_the_name_of_a_connected_prefill_node(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -55,7 +55,8 @@ def check_that_all_is_over(proxy: ProxyThread) -> None:
     end = dispatcher(proxy)
     wait_until(lambda: not end.jobs)
     ledger = end.admission._ledger
-    assert (ledger.prompts, ledger.tokens, end._attempts._rooms) == (0, 0, {})
+    counts = (ledger.prompts, ledger.tokens, ledger.logprobs)
+    assert (counts, end._attempts._rooms) == ((0, 0, 0), {})
 
 
 @pytest.mark.one_process("reads the dispatcher's state")

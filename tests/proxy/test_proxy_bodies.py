@@ -219,6 +219,49 @@ def test_prompts_in_the_system_are_bounded_in_tokens(
     assert post().status_code == 200
 
 
+LOGPROB_BODY = {
+    "input_ids": [5] * 60,
+    "return_logprob": True,
+    "logprob_start_len": 10,
+    "top_logprobs_num": 9,
+    "sampling_params": {"max_new_tokens": 10},
+}
+
+
+@pytest.mark.one_process("reads the ledger of the process")
+def test_log_probabilities_in_the_system_are_bounded_until_their_answer_is_given(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two prompts the first has been answered, but the proxy keeps the answer for the second."""
+    monkeypatch.setattr("pd.proxy.admission.MAX_LOGPROBS", 1300)
+    node = cluster.node("unified", auto=False)
+    proxy = cluster.proxy()
+    assert proxy.proxy is not None
+    ledger = proxy.proxy._dispatcher.admission._ledger
+
+    def post(body: dict[str, Any]) -> httpx.Response:
+        return httpx.post(f"{proxy.url}/generate", json=body, timeout=30)
+
+    with ThreadPoolExecutor(1) as pool:
+        batch = LOGPROB_BODY | {"input_ids": [[5] * 60] * 2}
+        first = pool.submit(post, batch)
+        node.wait_generate(2)
+        node.reply(node.generates[0])
+        wait_until(lambda: ledger.prompts == 1)
+        refused = post(LOGPROB_BODY)
+        assert refused.status_code == 429
+        said = refused.json()["error"]["message"]
+        assert "may hold 1200 log probabilities are in the system, at most 1300 may be" in said
+        node.auto = True
+        assert post({"input_ids": [5] * 60}).status_code == 200
+        node.reply(node.generates[1])
+        assert first.result().status_code == 200
+    assert post(LOGPROB_BODY).status_code == 200
+    refused = post(LOGPROB_BODY | {"sampling_params": {"max_new_tokens": 10, "n": 3}})
+    assert refused.status_code == 400
+    assert "1800 log probabilities; at most 1300" in refused.json()["error"]["message"]
+
+
 PROMPT_IDS, NOISE, BODY_BYTES = 1511, 40_013, 200_021
 PROMPT = b"[" + b",".join([b"7"] * PROMPT_IDS) + b"]"
 TEXT = b'"' + b"a" * PROMPT_IDS + b'"'

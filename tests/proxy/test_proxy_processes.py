@@ -554,10 +554,11 @@ def test_a_ledger_adds_up_rows_and_forgets_one() -> None:
     memory = memoryview(bytearray(Ledger.size(3)))
     rows = [Ledger(memory, row) for row in range(3)]
     for number, ledger in enumerate(rows):
-        ledger.add(number + 1, 100)
+        ledger.add(number + 1, 100, 10)
         ledger.take(number + 2)
         ledger.turn(closed=number)
-    assert {(ledger.prompts, ledger.tokens) for ledger in rows} == {(6, 300)}
+    counts = {(ledger.prompts, ledger.tokens, ledger.logprobs) for ledger in rows}
+    assert counts == {(6, 300, 30)}
     assert [rows[0].taken(number) for number in range(3)] == [2, 3, 4]
     rows[0].clear(2)
     assert [rows[0].taken(number) for number in range(3)] == [2, 3, 0]

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 import zmq
 from cluster import wait_until
-from raw_peer import proxy_of
+from raw_peer import RawPeer, proxy_of
+from relay import Relay
 from tiny import tiny_node
 
 from pd.core.messages import NodeHeartbeat, ProxyHeartbeat
@@ -67,6 +68,30 @@ def test_of_too_many_the_oldest_are_ended_and_holders_of_the_key_are_not(
                     late.send(ProxyHeartbeat(to="", sender=late.name))
                     late.receive(NodeHeartbeat)
     finally:
+        server.stop()
+
+
+@pytest.mark.parametrize("key", [None, KEY])
+def test_a_slow_handshake_is_ended_and_its_peer_comes_again(
+    monkeypatch: pytest.MonkeyPatch, key: bytes | None
+) -> None:
+    """Nothing that the peer had to say is lost."""
+    monkeypatch.setattr(half_open, "HANDSHAKE_MS", 500)
+    server = tiny_node("unified", cluster_key=key)
+    relay = Relay(server.node.control.port)
+    try:
+        relay.stall()
+        endpoint = f"tcp://127.0.0.1:{relay.address()['port']}"
+        with RawPeer(endpoint, "slow", key, node=server.instance_id) as peer:
+            peer.beat()
+            wait_until(lambda: relay.connections == 1, 5)
+            with strangers(server.node.control.port, 1) as (silent,):
+                wait_until(lambda: was_ended(silent), 5)
+            relay.resume()
+            peer.receive(NodeHeartbeat)
+            assert relay.connections == 2
+    finally:
+        relay.close()
         server.stop()
 
 

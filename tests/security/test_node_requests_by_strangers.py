@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 from edge_helpers import JSON, WEB_PAGES, routes_of
+from starlette.datastructures import URL
+from starlette.requests import Request
 from tiny import tiny_node
 
 from pd.cli import launch
@@ -77,6 +79,27 @@ def test_a_recorded_request_is_of_no_use_at_another_node_or_later(
     monkeypatch.undo()
     assert status(f"{first.url}/drain", old) == 401
     assert not drains(first)
+
+
+@pytest.mark.parametrize("host", ["x/undrain#", "x/undrain?", "x", "[", "user@x:99999/undrain#"])
+def test_a_host_header_does_not_change_what_was_signed(
+    nodes: list[NodeServer], monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    node = nodes[0]
+
+    def old_url(request: Request) -> URL:
+        """The URL as older versions of Starlette put it together."""
+        return URL(f"http://{request.headers['host']}{request.scope['path']}")
+
+    monkeypatch.setattr(Request, "url", property(old_url))
+    # Somebody keeps a request back and sends it to another path.
+    kept = sign(node, "/undrain")
+    assert status(f"{node.url}/drain", kept | {"Host": host}) == 401
+    assert not drains(node)
+    assert status(f"{node.url}/undrain", kept | {"Host": host}) == 200
+    # What was signed is what was sent, with its encoding.
+    assert status(f"{node.url}/%75ndrain", sign(node, "/undrain")) == 401
+    assert status(f"{node.url}/%75ndrain", sign(node, "/%75ndrain")) == 200
 
 
 def test_without_the_cluster_key_nothing_is_done(nodes: list[NodeServer]) -> None:

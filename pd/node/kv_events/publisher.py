@@ -14,7 +14,7 @@ from pd.core.cluster_key import kv_events_client_keypair, kv_events_server_keypa
 from pd.core.errors import SetupError
 from pd.core.waker import Waker
 from pd.node.curve import admit_only
-from pd.node.half_open import HalfOpenLimit
+from pd.node.half_open import HalfOpenLimit, limit_handshakes
 from pd.node.kv_events.wire import END_OF_REPLAY, NUMBER_BYTES, EventEncoder
 
 if TYPE_CHECKING:
@@ -191,6 +191,7 @@ class KVEventPublisher(threading.Thread):
         socket.setsockopt(zmq.MAXMSGSIZE, _MAX_INCOMING_BYTES)
         socket.setsockopt(zmq.SNDHWM, hwm)
         socket.setsockopt(zmq.IPV6, ":" in endpoint.host)
+        limit_handshakes(socket)
         if kind == zmq.ROUTER:
             # A subscriber that does not read is noticed, and given up.
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
