@@ -23,7 +23,7 @@ from pd.core.messages import AnyMessage, Failed, Output, StepFailed, StepOutputs
 from pd.core.sampling_params import SamplingParams
 from pd.proxy.attempt import Attempt
 from pd.proxy.attempts import Attempts, connection_lost
-from pd.proxy.failover import Failovers
+from pd.proxy.failover import Failovers, credit
 from pd.proxy.generation import Generation, Spec
 from pd.proxy.job import Job
 from pd.proxy.moves import Moves
@@ -355,6 +355,7 @@ class Dispatcher:
         generation, choice = attempt.generation, attempt.choices[output.index]
         previous, ended = choice.last_token_at, choice.finish is not None
         progress, lacking = attempt.progress, generation.lacks_prompt_logprobs
+        decode_spoke = attempt.decode_spoke
         try:
             added = attempt.accept(worker, output)
         except NodeFailedError as error:
@@ -367,12 +368,7 @@ class Dispatcher:
             log.exception("cannot take the output of %s", worker.url)
             self._fail(generation, PDError(INTERNAL))
             return
-        # A prefill node has done its part when the decode node has what it sent.
-        if attempt.decode_spoke or attempt.decode is None or attempt.finished:
-            for node in attempt.nodes:
-                node.breaker.succeeded(attempt)
-        if attempt.decode_spoke and attempt.hand_off is not None:
-            attempt.hand_off.succeeded(attempt)
+        credit(attempt, worker, output, decode_began=attempt.decode_spoke and not decode_spoke)
         if attempt.history.deaths:
             self._failovers.got_output(attempt)
         if added:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd.core.errors import PDError
-    from pd.core.messages import Fault
+    from pd.core.messages import Fault, Output
     from pd.proxy.attempt import History
     from pd.proxy.attempts import Attempts
     from pd.proxy.generation import Generation
@@ -327,6 +327,34 @@ def _blame(attempt: Attempt, worker: Worker, fault: Fault, reason: str) -> None:
         if fault == "pair" or (node is worker) == (fault == "node"):
             partner = None if fault == "node" else attempt.partner_of(node)
             node.breaker.failed([attempt], reason, partner)
+
+
+def credit(attempt: Attempt, worker: Worker, output: Output, *, decode_began: bool) -> None:
+    """Tell breakers what a node got done by an output that was taken.
+
+    The prefill node and the pair have done their part as soon as the decode node has the KV. The
+    decode node repeats the first token before it computes anything, and the prompt's step computes
+    it at a node that serves alone, so only what follows is a success of the node that generates.
+
+    Args:
+        decode_began: it is the first output of the decode node.
+    """
+    if attempt.generation.job.is_probe:
+        # Nothing less than the whole answer lets in the nodes that it probes.
+        if attempt.finished:
+            for node in attempt.nodes:
+                node.breaker.succeeded(attempt)
+            if attempt.hand_off is not None:
+                attempt.hand_off.succeeded(attempt)
+        return
+    if decode_began:
+        assert attempt.first is not None
+        attempt.first.breaker.succeeded(attempt)
+        if attempt.hand_off is not None:
+            attempt.hand_off.succeeded(attempt)
+    has_ended = attempt.choices[output.index].finish is not None
+    if has_ended or output.position > attempt.asked.produced:
+        worker.breaker.succeeded(attempt)
 
 
 def _successors(attempt: Attempt, history: History) -> list[Attempt]:
