@@ -117,7 +117,7 @@ class Failovers:
         """A node could not compute a step in which these attempts were."""
         if self._max_failovers:
             worker.breaker.failed(attempts, error.message)
-        death = self._suspicion.note("", (attempt.request for attempt in attempts))
+        death = self._suspicion.note_step(worker.instance_id, (a.request for a in attempts))
         for attempt in attempts:
             self._died_with(attempt, worker, error, death)
 

@@ -166,6 +166,27 @@ def test_a_request_that_two_nodes_died_of_is_not_given_a_third(cluster: Cluster)
     assert sum(len(node.generates) for node in nodes) == 2
 
 
+@pytest.mark.one_process("each process weighs its own requests")
+def test_a_request_of_which_processes_end_behind_a_failed_step_is_not_given_a_third(
+    cluster: Cluster,
+) -> None:
+    """Each process ends a moment after the step, when the request has gone elsewhere."""
+    nodes = [cluster.node("unified", auto=False) for _ in range(3)]
+    client = cluster.client(failover="on", policy="round_robin", text=False, max_failovers=9)
+    wait_for_all(client)
+    asked = Asked(client, {})
+    first, request = asked_of(nodes)
+    first.fail_step([request])
+    wait_until(lambda: sum(len(node.generates) for node in nodes) == 2)
+    second = next(node for node in nodes if node is not first and node.generates)
+    first.kill()
+    wait_until(lambda: first.url not in ready_urls(client))
+    time.sleep(1.1 * AT_ONCE_SECONDS)
+    second.fail_step(second.generates)
+    assert "in the steps in which 2 nodes died in a row" in asked.error()["message"]
+    assert sum(len(node.generates) for node in nodes) == 2
+
+
 def test_a_poisonous_request_ends_three_nodes_at_most(cluster: Cluster, seed: int) -> None:
     """A node dies as soon as it has the request; those that were beside it are answered."""
     rng = random.Random(seed)
