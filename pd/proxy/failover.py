@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     from pd.proxy.worker import Worker
 
 log = logging.getLogger(__name__)
+
+# A node may leave up to so long after another one and still counts as leaving with it: the streams
+# of neither move before the proxy heard from every node later than that.
+TOGETHER_SECONDS = HEARTBEAT_INTERVAL / 2
 
 
 class Failovers:
@@ -59,6 +64,10 @@ class Failovers:
         # Suspected attempts whose turn to be tried has not come, and the errors of those before.
         self._turns: dict[Attempt, PDError] = {}
         self._look: asyncio.TimerHandle | None = None
+        # When the last heartbeat of each node came, and since when nodes are to be empty whose
+        # streams wait for the heartbeats of others.
+        self._heard: dict[Worker, float] = {}
+        self._leaving: dict[Worker, float] = {}
 
     # ---- what happens to attempts
 
@@ -301,9 +310,27 @@ class Failovers:
         if worker.stuck:
             error = NodeFailedError(f"{worker.role} node {worker.instance_id}: {STUCK}")
             self.node_lost(worker, error, died=True)
-        elif worker.leaving:
-            for attempt in list(worker.active):
-                self._move(attempt, worker)
+        self._empty_nodes(worker)
+
+    def _empty_nodes(self, heard: Worker) -> None:
+        """Move the streams of nodes that are to be empty, when it is known which other nodes are,
+        too: a stream that moved to one of those would be cut off there."""
+        now = time.monotonic()
+        before = self._all_heard_at()
+        self._heard = {node: at for node, at in self._heard.items() if node.alive} | {heard: now}
+        self._leaving = {node: at for node, at in self._leaving.items() if node.leaving}
+        if heard.leaving:
+            self._leaving.setdefault(heard, now)
+        for node, since in self._leaving.items():
+            known_at = since + TOGETHER_SECONDS
+            # A stream that no other node could take is tried again with each heartbeat of its own.
+            if self._all_heard_at() >= known_at and (node is heard or before < known_at):
+                for attempt in list(node.active):
+                    self._move(attempt, node)
+
+    def _all_heard_at(self) -> float:
+        """The time since which every node that takes requests has sent a heartbeat."""
+        return min((at for node, at in self._heard.items() if node.ready), default=math.inf)
 
 
 def _blame(attempt: Attempt, worker: Worker, fault: Fault, reason: str) -> None:

@@ -93,6 +93,31 @@ def test_a_node_that_is_to_be_empty_finishes_what_no_other_could(cluster: Cluste
     assert (len(node.generates), node.aborts) == (1, [])
 
 
+def test_nodes_that_leave_together_do_not_send_each_other_their_streams(
+    cluster: Cluster,
+) -> None:
+    nodes = [cluster.node("unified", auto=False) for _ in range(2)]
+    client = cluster.client(failover="on", policy="round_robin", text=False)
+    wait_for_all(client)
+    asked = [Asked(client, {}) for _ in range(2)]
+    wait_until(lambda: sum(len(node.generates) for node in nodes) == 2)
+    streams = [(node, request) for node in nodes for request in node.generates]
+    for node, request in streams:
+        node.say(request, TOKENS[:1], cached_tokens=0)
+    for one in asked:
+        one.wait_tokens(1)
+    for node in nodes:
+        node.ready, node.leaving = False, True
+        wait_until(lambda url=node.url: url not in ready_urls(client))
+    beats = [sum(node.heartbeats.values()) for node in nodes]
+    for node, before in zip(nodes, beats, strict=True):
+        wait_until(lambda node=node, before=before: sum(node.heartbeats.values()) > before + 6)
+    for node, request in streams:
+        node.say(request, TOKENS[1:], position=1, finish=Finish("length"))
+    assert [one.result()["output_ids"] for one in asked] == [TOKENS] * 2
+    assert (sum(len(node.generates) for node in nodes), nodes[0].aborts) == (2, [])
+
+
 def test_a_node_that_fails_its_requests_is_taken_out_until_a_probe_succeeds(
     cluster: Cluster,
 ) -> None:
