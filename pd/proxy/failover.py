@@ -240,7 +240,7 @@ class Failovers:
         suspected = is_suspected(attempt)
         occupied = self._trials.occupied(attempt) if suspected else frozenset()
         try:
-            if not self._attempts.open(attempt, _sibling(attempt.generation), occupied):
+            if not self._attempts.open(attempt, _sibling(attempt), occupied):
                 return False
         except UnavailableError:
             if attempt.repeats_token_1 and self._attempts.could_go_on_alone(attempt):
@@ -396,9 +396,11 @@ def _successors(attempt: Attempt, history: History) -> list[Attempt]:
     return [Attempt(generation, [choice], history, is_whole=False) for choice in going_on]
 
 
-def _sibling(generation: Generation) -> Worker | None:
-    """The node of the other prompts of a job that belong together."""
-    if not generation.job.together:
+def _sibling(attempt: Attempt) -> Worker | None:
+    """The node of the other prompts of a job that belong together, unless the attempt avoids it."""
+    job = attempt.generation.job
+    if not job.together:
         return None
-    others = (a for g in generation.job.generations for a in g.attempts if a.history.reason)
-    return next((other.first for other in others if other.first is not None), None)
+    others = (a.first for g in job.generations for a in g.attempts if a.history.reason)
+    avoided = attempt.history.avoided
+    return next((node for node in others if node is not None and node not in avoided), None)
