@@ -342,7 +342,7 @@ def _blame(attempt: Attempt, worker: Worker, fault: Fault, reason: str) -> None:
     """
     if fault != "node" and attempt.hand_off is not None:
         was_in = attempt.hand_off.lets_in
-        attempt.hand_off.failed([attempt], reason)
+        attempt.hand_off.failed([attempt], reason, attempt.decode)
         for node in attempt.nodes:
             if node.breaker.is_probed_by(attempt):
                 node.breaker.failed([attempt], reason, attempt.partner_of(node))

@@ -210,6 +210,7 @@ def test_a_node_is_back_as_soon_as_the_partner_that_it_failed_with_was_replaced(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pd.proxy.breaker.FIRST_PAUSE", 600.0)
+    monkeypatch.setattr("pd.proxy.breaker.RESET_SECONDS", 0.0)
     prefill, decode = cluster.pair(auto=False)
     options = {"failover": "on", "text": False, "max_failovers": FAILURES - 1, "workers": 1}
     client = cluster.client(**options)
