@@ -277,7 +277,8 @@ class Failovers:
         """A node became ready, or is no more."""
         self._give_turns()
         for attempt, (error, since) in list(self._waiting.items()):
-            if not self._is_wanted(attempt):
+            # One whose turn to be tried has not come waits for no node: there are some.
+            if not self._is_wanted(attempt) or attempt in self._turns:
                 del self._waiting[attempt]
             elif time.monotonic() - since > self._wait_seconds:
                 del self._waiting[attempt]

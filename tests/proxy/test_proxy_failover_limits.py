@@ -249,6 +249,32 @@ def test_those_suspected_together_are_tried_one_at_a_time(cluster: Cluster, size
     assert [one.result()["output_ids"] for one in asked] == [TOKENS] * size
 
 
+@pytest.mark.one_process("each process weighs its own requests")
+def test_those_whose_turn_to_be_tried_has_not_come_do_not_wait_for_a_node(cluster: Cluster) -> None:
+    """There was none for a moment; then the first one takes longer than others may wait for one."""
+    nodes = [cluster.node("unified", auto=False) for _ in range(3)]
+    client = cluster.client(
+        failover="on", text=False, policy="round_robin", max_failovers=9, failover_wait=2.0
+    )
+    nodes[1].ready = nodes[2].ready = False
+    wait_until(lambda: ready_urls(client) == [nodes[0].url])
+    asked = [Asked(client, {}) for _ in range(3)]
+    nodes[0].wait_generate(3)
+    nodes[1].ready = True
+    wait_until(lambda: nodes[1].url in ready_urls(client))
+    nodes[0].kill()
+    nodes[1].wait_generate(3)
+    nodes[1].kill()
+    wait_until(lambda: ready_urls(client) == [])
+    nodes[2].ready = True
+    nodes[2].wait_generate()
+    beats = sum(nodes[2].heartbeats.values())
+    wait_until(lambda: sum(nodes[2].heartbeats.values()) > beats + 8)
+    for number in range(1, 4):
+        nodes[2].reply(nodes[2].wait_generate(number))
+    assert [one.result()["output_ids"] for one in asked] == [TOKENS] * 3
+
+
 def test_an_answer_that_gets_on_between_deaths_is_given_more_nodes(cluster: Cluster) -> None:
     nodes = [cluster.node("unified", auto=False) for _ in range(3)]
     client = cluster.client(failover="on", policy="round_robin", text=False)
