@@ -160,11 +160,8 @@ class Failovers:
         if losses > self._max_failovers:
             self._give_up(attempt, error, "exhausted")
             return
-        history = attempt.history._replace(
-            losses=losses,
-            reason=error.message,
-            avoided=attempt.history.avoided | ({at} if at is not None else set(attempt.nodes)),
-        )
+        history = attempt.history.avoiding(attempt.nodes if at is None else [at])
+        history = history._replace(losses=losses, reason=error.message)
         if deaths is not None:
             history = history._replace(deaths=deaths, died_at=None)
         if apart is not None:
@@ -178,8 +175,7 @@ class Failovers:
         if is_probe or not self._is_wanted(attempt) or not self._attempts.have_nodes(attempt):
             return
         error = NodeFailedError(f"{worker.role} node {worker.instance_id} is to be empty")
-        avoided = attempt.history.avoided | {worker}
-        history = attempt.history._replace(reason=error.message, avoided=avoided)
+        history = attempt.history.avoiding([worker])._replace(reason=error.message)
         self._go_on(attempt, error, history)
 
     @staticmethod
