@@ -107,7 +107,7 @@ class Dispatcher:
         deadline = min(timeouts) if timeouts else None
         job.num_prompts = len(specs)
         self.jobs.add(job)
-        self._idle.clear()
+        self._note_idle()
         timer = None
         started = time.monotonic()
         self._metrics.running.inc()
@@ -128,8 +128,7 @@ class Dispatcher:
                 self.admission.ended(spec)
             self.jobs.discard(job)
             self.admission.release_rids(rids)
-            if not self.jobs:
-                self._idle.set()
+            self._note_idle()
             self._metrics.running.dec()
             self._metrics.request_ended(job, time.monotonic() - started)
 
@@ -191,8 +190,14 @@ class Dispatcher:
             self.end(job, UnavailableError("the proxy is shutting down"), "shutdown")
 
     async def idle(self) -> None:
-        """Wait until no request is served."""
+        """Wait until no request of a client is served."""
         await self._idle.wait()
+
+    def _note_idle(self) -> None:
+        if all(job.is_probe for job in self.jobs):
+            self._idle.set()
+        else:
+            self._idle.clear()
 
     def worker_lost(self, worker: Worker, reason: str, *, died: bool) -> None:
         """Have others take over what depended on a node that died or was restarted.
@@ -219,12 +224,13 @@ class Dispatcher:
                 self._probe(hand_off, probe_route(worker, other))
 
     def _probe(self, breaker: Breaker, route: Route | None) -> None:
-        """Ask nodes for two tokens, by which a breaker lets in what it took out."""
+        """Ask nodes for two tokens, by which a breaker lets in what it took out. A proxy that
+        drains needs them as long as it has requests."""
         if (
             route is None
             or route.first.info is None
             or breaker in self._probes
-            or self.admission.is_closed
+            or (self.admission.is_closed and self._idle.is_set())
         ):
             return
         spec = Spec(

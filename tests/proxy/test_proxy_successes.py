@@ -1,4 +1,4 @@
-"""Which outputs of scripted nodes are successes: nodes that speak and then fail are taken out."""
+"""What takes scripted nodes out that speak before they fail, and what lets them back in."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from failing_nodes import PROMPT, TOKENS, Asked, problem_of, two_pairs
+from failing_nodes import PROMPT, TOKENS, Asked, asked_of, next_of, problem_of, two_pairs
 from fake_node import wait_until
 from proxy_cluster import wait_for_all
 
@@ -103,3 +103,32 @@ def test_streams_that_left_a_prefill_node_do_not_vouch_for_it(cluster: Cluster) 
     assert "taken out after 5 failures" in problem_of(client, prefill)
     decode.say(request, [99], position=FAILURES + 1, finish=Finish("length"))
     assert len(old.result()["output_ids"]) == FAILURES + 2
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_proxy_that_drains_probes_nodes_for_the_requests_that_it_has(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, works: bool
+) -> None:
+    """It does not wait for a probe when these have ended."""
+    monkeypatch.setattr("pd.proxy.breaker.FAILURES", 1)
+    nodes = [cluster.node("unified", auto=False) for _ in range(2)]
+    proxy = cluster.proxy(failover="on", policy="round_robin", text=False)
+    client = cluster.client(proxy)
+    wait_for_all(client)
+    asked = Asked(client, {})
+    bad, request = asked_of(nodes)
+    bad.fail(request, "node_failed")
+    good, request = next_of(nodes, bad)
+    drained: list[bool] = []
+    thread = threading.Thread(target=lambda: drained.append(proxy.run(proxy.proxy.drain(10))))
+    thread.start()
+    probe = bad.wait_generate(2)
+    if works:
+        bad.reply(probe)
+        wait_for_all(client)
+        good.kill()
+        good, request = bad, bad.wait_generate(3)
+    good.reply(request)
+    assert asked.result()["output_ids"] == TOKENS
+    thread.join()
+    assert drained == [True]
