@@ -307,6 +307,8 @@ class Failovers:
         if worker.stuck:
             error = NodeFailedError(f"{worker.role} node {worker.instance_id}: {STUCK}")
             self.node_lost(worker, error, died=True)
+        elif worker.accepting:
+            self._suspicion.works(worker.instance_id)
         self._empty_nodes(worker)
 
     def _empty_nodes(self, heard: Worker) -> None:

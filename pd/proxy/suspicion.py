@@ -76,6 +76,12 @@ class Suspicion:
         """Note that a node failed a step, of which its process may end in a moment."""
         return self._add(node, frozenset(requests), self._clock() + BROKEN_SECONDS)
 
+    def works(self, node: str) -> None:
+        """Note that a node's step ended and that it takes requests: the next death is another."""
+        _, until = self._under_way.get(node, (None, 0.0))
+        if until == math.inf:
+            del self._under_way[node]
+
     def _add(self, node: str, requests: frozenset[Request], until: float) -> Death:
         death = Death(node, self._clock(), requests)
         self._deaths.append(death)

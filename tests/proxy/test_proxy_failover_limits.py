@@ -187,6 +187,23 @@ def test_a_request_of_which_processes_end_behind_a_failed_step_is_not_given_a_th
     assert sum(len(node.generates) for node in nodes) == 2
 
 
+@pytest.mark.one_process("each process weighs its own requests")
+def test_a_request_in_whose_steps_one_node_hung_twice_is_not_given_a_third_time(
+    cluster: Cluster,
+) -> None:
+    node = cluster.node("unified", auto=False)
+    client = cluster.client(failover="on", text=False, max_failovers=9)
+    asked = Asked(client, {})
+    for number in (1, 2):
+        node.wait_generate(number)
+        node.stuck = True
+        wait_until(lambda: ready_urls(client) == [])
+        node.stuck = False
+        wait_for_all(client)
+    assert "in the steps in which 2 nodes died in a row" in asked.error()["message"]
+    assert len(node.generates) == 2
+
+
 def test_a_poisonous_request_ends_three_nodes_at_most(cluster: Cluster, seed: int) -> None:
     """A node dies as soon as it has the request; those that were beside it are answered."""
     rng = random.Random(seed)

@@ -96,6 +96,21 @@ def test_a_node_that_hangs_and_then_dies_has_died_once() -> None:
     assert deaths.suspicion.convicts(R, (first, deaths.of(R)))
 
 
+def test_a_node_that_hangs_works_and_hangs_again_has_hung_twice() -> None:
+    deaths = Deaths()
+    first = deaths.suspicion.note("node", [R])
+    deaths.suspicion.works("node")
+    deaths.now += 1.0
+    assert deaths.suspicion.convicts(R, (first, deaths.suspicion.note("node", [R])))
+
+
+def test_a_node_that_works_behind_a_failed_step_may_still_end_of_that() -> None:
+    deaths = Deaths()
+    first = deaths.suspicion.note_step("node", [R])
+    deaths.suspicion.works("node")
+    assert deaths.suspicion.note("node", []) is first
+
+
 def test_a_node_that_fails_a_step_and_then_ends_has_died_once() -> None:
     deaths = Deaths()
     first = deaths.suspicion.note_step("node", [R])
