@@ -15,6 +15,8 @@ from pd.proxy.generation import Failover
 from pd.proxy.suspicion import STEP_TOKENS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import numpy.typing as npt
 
     from pd.core.messages import Output
@@ -51,7 +53,7 @@ class History(NamedTuple):
             it got no further.
         died_at: tokens of the longest choice at the last of these; None stands for those with
             which the attempt begins.
-        avoided: nodes on which they were lost.
+        lost_at: nodes on which they were lost, or which they left, and the instance of each then.
         apart: pairs of nodes, in either order, between which the KV of one of them did not travel.
         moves: how many of them their nodes gave back before they had begun.
         keeps_token_1: whether other nodes chose another token 1 under a grammar, so that they are
@@ -62,7 +64,7 @@ class History(NamedTuple):
     reason: str = ""
     deaths: tuple[Death, ...] = ()
     died_at: int | None = 0
-    avoided: frozenset[Worker] = frozenset()
+    lost_at: frozenset[tuple[Worker, str]] = frozenset()
     apart: frozenset[tuple[Worker, Worker]] = frozenset()
     moves: int = 0
     keeps_token_1: bool = False
@@ -71,6 +73,15 @@ class History(NamedTuple):
     def is_first(self) -> bool:
         """Whether there are none."""
         return not self.reason and not self.moves
+
+    @property
+    def avoided(self) -> frozenset[Worker]:
+        """Nodes on which they were lost, and which were not started again since."""
+        return frozenset(node for node, instance in self.lost_at if node.instance_id == instance)
+
+    def avoiding(self, nodes: Iterable[Worker]) -> History:
+        """The same, with one that was lost at these nodes."""
+        return self._replace(lost_at=self.lost_at | {(node, node.instance_id) for node in nodes})
 
 
 # A first attempt has this history.

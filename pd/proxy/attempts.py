@@ -95,13 +95,17 @@ class Attempts:
         self,
         attempt: Attempt,
         demand: Demand,
-        preferred: Worker | None,
-        occupied: frozenset[Worker],
+        preferred: Worker | None = None,
+        occupied: frozenset[Worker] = frozenset(),
     ) -> Route:
-        """Choose nodes whose connections stand. A node that died a moment ago is found out here,
-        before its heartbeats are missed. Raises as :meth:`pd.proxy.routing.Router.route` does."""
+        """Choose nodes for an attempt. Raises as :meth:`pd.proxy.routing.Router.route` does."""
+        return self._reached(lambda: self._choose(attempt, demand, preferred, occupied))
+
+    def _reached(self, choose: Callable[[], Route]) -> Route:
+        """Choose until the connections of the nodes stand. A node that died a moment ago is found
+        out here, before its heartbeats are missed."""
         while True:
-            route = self._choose(attempt, demand, preferred, occupied)
+            route = choose()
             nodes = [node for node in (route.first, route.decode) if node is not None]
             if all([node.can_be_reached(self._instance_id) for node in nodes]):
                 return route
@@ -110,8 +114,8 @@ class Attempts:
         self,
         attempt: Attempt,
         demand: Demand,
-        preferred: Worker | None = None,
-        occupied: frozenset[Worker] = frozenset(),
+        preferred: Worker | None,
+        occupied: frozenset[Worker],
     ) -> Route:
         model, history = attempt.generation.spec.model, attempt.history
         avoided = history.avoided | occupied
@@ -127,7 +131,7 @@ class Attempts:
     def have_nodes(self, attempt: Attempt) -> bool:
         """Whether there are nodes that could take an attempt, or those that follow it."""
         try:
-            self._choose(attempt, demand_of(attempt))
+            self._route(attempt, demand_of(attempt))
         except UnavailableError:
             return self.could_go_on_alone(attempt)
         return True
@@ -138,8 +142,9 @@ class Attempts:
         if not all(choice.output_ids for choice in attempt.choices if choice.finish is None):
             return False
         model, avoided = attempt.generation.spec.model, attempt.history.avoided
+        demand = demand_of(attempt)
         try:
-            self._router.route_alone(model, demand_of(attempt), avoided)
+            self._reached(lambda: self._router.route_alone(model, demand, avoided))
         except UnavailableError:
             return False
         return True

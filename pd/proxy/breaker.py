@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -10,8 +11,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 # Requests that fail one after the other, with no success of the node in between. Those that were in
-# one step fail together and count once.
+# one step fail together and count once. So do those that fail with one partner so soon after each
+# other: one reset of a connection ends all transfers on it.
 FAILURES = 5
+RESET_SECONDS = 0.25
 # How long a node is out before the proxy probes it; doubled each time that the probe fails.
 FIRST_PAUSE = 1.0
 LONGEST_PAUSE = 30.0
@@ -33,6 +36,8 @@ class Breaker:
         self._clock = clock
         # By the partner that may be at fault as well; None where it is this node alone.
         self._failures = Counter[object]()
+        # When the last of them was counted with each partner.
+        self._counted_at: dict[object, float] = {}
         self._last_failure = ""
         self._pause = FIRST_PAUSE
         # When the next request may probe the node; None while it is in.
@@ -83,7 +88,10 @@ class Breaker:
         Args:
             partner: the other node of their pair, if the fault may be that one's.
         """
-        self._failures[partner] += 1
+        now = self._clock()
+        if partner is None or now - self._counted_at.get(partner, -math.inf) >= RESET_SECONDS:
+            self._failures[partner] += 1
+            self._counted_at[partner] = now
         self._last_failure = reason
         if self._out_until is not None:
             if self._probe is None or self._probe not in attempts:
@@ -91,17 +99,19 @@ class Breaker:
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
         elif self._failures.total() < FAILURES:
             return
-        self._out_until = self._clock() + self._pause
+        self._out_until = now + self._pause
 
     def succeeded(self, attempt: object) -> None:
         """The node has done its part of a request."""
         if self._failures and (self._out_until is None or attempt is self._probe):
             self._failures.clear()
+            self._counted_at.clear()
             self._let_in()
 
     def partner_lost(self, partner: object) -> None:
         """Another node has ended, or was restarted: failures with it say nothing of the next
         instance."""
+        self._counted_at.pop(partner, None)
         if self._failures.pop(partner, 0) and self._failures.total() < FAILURES:
             self._let_in()
 

@@ -23,7 +23,7 @@ from pd.core.messages import AnyMessage, Failed, Output, StepFailed, StepOutputs
 from pd.core.sampling_params import SamplingParams
 from pd.proxy.attempt import Attempt
 from pd.proxy.attempts import Attempts, connection_lost
-from pd.proxy.failover import Failovers
+from pd.proxy.failover import Failovers, credit
 from pd.proxy.generation import Generation, Spec
 from pd.proxy.job import Job
 from pd.proxy.moves import Moves
@@ -107,7 +107,7 @@ class Dispatcher:
         deadline = min(timeouts) if timeouts else None
         job.num_prompts = len(specs)
         self.jobs.add(job)
-        self._idle.clear()
+        self._note_idle()
         timer = None
         started = time.monotonic()
         self._metrics.running.inc()
@@ -128,8 +128,7 @@ class Dispatcher:
                 self.admission.ended(spec)
             self.jobs.discard(job)
             self.admission.release(rids, specs)
-            if not self.jobs:
-                self._idle.set()
+            self._note_idle()
             self._metrics.running.dec()
             self._metrics.request_ended(job, time.monotonic() - started)
 
@@ -191,8 +190,14 @@ class Dispatcher:
             self.end(job, UnavailableError("the proxy is shutting down"), "shutdown")
 
     async def idle(self) -> None:
-        """Wait until no request is served."""
+        """Wait until no request of a client is served."""
         await self._idle.wait()
+
+    def _note_idle(self) -> None:
+        if all(job.is_probe for job in self.jobs):
+            self._idle.set()
+        else:
+            self._idle.clear()
 
     def worker_lost(self, worker: Worker, reason: str, *, died: bool) -> None:
         """Have others take over what depended on a node that died or was restarted.
@@ -219,12 +224,13 @@ class Dispatcher:
                 self._probe(hand_off, probe_route(worker, other))
 
     def _probe(self, breaker: Breaker, route: Route | None) -> None:
-        """Ask nodes for two tokens, by which a breaker lets in what it took out."""
+        """Ask nodes for two tokens, by which a breaker lets in what it took out. A proxy that
+        drains needs them as long as it has requests."""
         if (
             route is None
             or route.first.info is None
             or breaker in self._probes
-            or self.admission.is_closed
+            or (self.admission.is_closed and self._idle.is_set())
         ):
             return
         spec = Spec(
@@ -355,6 +361,7 @@ class Dispatcher:
         generation, choice = attempt.generation, attempt.choices[output.index]
         previous, ended = choice.last_token_at, choice.finish is not None
         progress, lacking = attempt.progress, generation.lacks_prompt_logprobs
+        decode_spoke = attempt.decode_spoke
         try:
             added = attempt.accept(worker, output)
         except NodeFailedError as error:
@@ -367,12 +374,7 @@ class Dispatcher:
             log.exception("cannot take the output of %s", worker.url)
             self._fail(generation, PDError(INTERNAL))
             return
-        # A prefill node has done its part when the decode node has what it sent.
-        if attempt.decode_spoke or attempt.decode is None or attempt.finished:
-            for node in attempt.nodes:
-                node.breaker.succeeded(attempt)
-        if attempt.decode_spoke and attempt.hand_off is not None:
-            attempt.hand_off.succeeded(attempt)
+        credit(attempt, worker, output, decode_began=attempt.decode_spoke and not decode_spoke)
         if attempt.history.deaths:
             self._failovers.got_output(attempt)
         if added:

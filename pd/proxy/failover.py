@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd.core.errors import PDError
-    from pd.core.messages import Fault
+    from pd.core.messages import Fault, Output
     from pd.proxy.attempt import History
     from pd.proxy.attempts import Attempts
     from pd.proxy.generation import Generation
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     from pd.proxy.worker import Worker
 
 log = logging.getLogger(__name__)
+
+# A node may leave up to so long after another one and still counts as leaving with it: the streams
+# of neither move before the proxy heard from every node later than that.
+TOGETHER_SECONDS = HEARTBEAT_INTERVAL / 2
 
 
 class Failovers:
@@ -59,6 +64,10 @@ class Failovers:
         # Suspected attempts whose turn to be tried has not come, and the errors of those before.
         self._turns: dict[Attempt, PDError] = {}
         self._look: asyncio.TimerHandle | None = None
+        # When the last heartbeat of each node came, and since when nodes are to be empty whose
+        # streams wait for the heartbeats of others.
+        self._heard: dict[Worker, float] = {}
+        self._leaving: dict[Worker, float] = {}
 
     # ---- what happens to attempts
 
@@ -117,7 +126,7 @@ class Failovers:
         """A node could not compute a step in which these attempts were."""
         if self._max_failovers:
             worker.breaker.failed(attempts, error.message)
-        death = self._suspicion.note("", (attempt.request for attempt in attempts))
+        death = self._suspicion.note_step(worker.instance_id, (a.request for a in attempts))
         for attempt in attempts:
             self._died_with(attempt, worker, error, death)
 
@@ -151,11 +160,8 @@ class Failovers:
         if losses > self._max_failovers:
             self._give_up(attempt, error, "exhausted")
             return
-        history = attempt.history._replace(
-            losses=losses,
-            reason=error.message,
-            avoided=attempt.history.avoided | ({at} if at is not None else set(attempt.nodes)),
-        )
+        history = attempt.history.avoiding(attempt.nodes if at is None else [at])
+        history = history._replace(losses=losses, reason=error.message)
         if deaths is not None:
             history = history._replace(deaths=deaths, died_at=None)
         if apart is not None:
@@ -169,8 +175,7 @@ class Failovers:
         if is_probe or not self._is_wanted(attempt) or not self._attempts.have_nodes(attempt):
             return
         error = NodeFailedError(f"{worker.role} node {worker.instance_id} is to be empty")
-        avoided = attempt.history.avoided | {worker}
-        history = attempt.history._replace(reason=error.message, avoided=avoided)
+        history = attempt.history.avoiding([worker])._replace(reason=error.message)
         self._go_on(attempt, error, history)
 
     @staticmethod
@@ -231,7 +236,7 @@ class Failovers:
         suspected = is_suspected(attempt)
         occupied = self._trials.occupied(attempt) if suspected else frozenset()
         try:
-            if not self._attempts.open(attempt, _sibling(attempt.generation), occupied):
+            if not self._attempts.open(attempt, _sibling(attempt), occupied):
                 return False
         except UnavailableError:
             if attempt.repeats_token_1 and self._attempts.could_go_on_alone(attempt):
@@ -268,7 +273,8 @@ class Failovers:
         """A node became ready, or is no more."""
         self._give_turns()
         for attempt, (error, since) in list(self._waiting.items()):
-            if not self._is_wanted(attempt):
+            # One whose turn to be tried has not come waits for no node: there are some.
+            if not self._is_wanted(attempt) or attempt in self._turns:
                 del self._waiting[attempt]
             elif time.monotonic() - since > self._wait_seconds:
                 del self._waiting[attempt]
@@ -301,9 +307,29 @@ class Failovers:
         if worker.stuck:
             error = NodeFailedError(f"{worker.role} node {worker.instance_id}: {STUCK}")
             self.node_lost(worker, error, died=True)
-        elif worker.leaving:
-            for attempt in list(worker.active):
-                self._move(attempt, worker)
+        elif worker.accepting:
+            self._suspicion.works(worker.instance_id)
+        self._empty_nodes(worker)
+
+    def _empty_nodes(self, heard: Worker) -> None:
+        """Move the streams of nodes that are to be empty, when it is known which other nodes are,
+        too: a stream that moved to one of those would be cut off there."""
+        now = time.monotonic()
+        before = self._all_heard_at()
+        self._heard = {node: at for node, at in self._heard.items() if node.alive} | {heard: now}
+        self._leaving = {node: at for node, at in self._leaving.items() if node.leaving}
+        if heard.leaving:
+            self._leaving.setdefault(heard, now)
+        for node, since in self._leaving.items():
+            known_at = since + TOGETHER_SECONDS
+            # A stream that no other node could take is tried again with each heartbeat of its own.
+            if self._all_heard_at() >= known_at and (node is heard or before < known_at):
+                for attempt in list(node.active):
+                    self._move(attempt, node)
+
+    def _all_heard_at(self) -> float:
+        """The time since which every node that takes requests has sent a heartbeat."""
+        return min((at for node, at in self._heard.items() if node.ready), default=math.inf)
 
 
 def _blame(attempt: Attempt, worker: Worker, fault: Fault, reason: str) -> None:
@@ -315,7 +341,7 @@ def _blame(attempt: Attempt, worker: Worker, fault: Fault, reason: str) -> None:
     """
     if fault != "node" and attempt.hand_off is not None:
         was_in = attempt.hand_off.lets_in
-        attempt.hand_off.failed([attempt], reason)
+        attempt.hand_off.failed([attempt], reason, attempt.decode)
         for node in attempt.nodes:
             if node.breaker.is_probed_by(attempt):
                 node.breaker.failed([attempt], reason, attempt.partner_of(node))
@@ -327,6 +353,34 @@ def _blame(attempt: Attempt, worker: Worker, fault: Fault, reason: str) -> None:
         if fault == "pair" or (node is worker) == (fault == "node"):
             partner = None if fault == "node" else attempt.partner_of(node)
             node.breaker.failed([attempt], reason, partner)
+
+
+def credit(attempt: Attempt, worker: Worker, output: Output, *, decode_began: bool) -> None:
+    """Tell breakers what a node got done by an output that was taken.
+
+    The prefill node and the pair have done their part as soon as the decode node has the KV. The
+    decode node repeats the first token before it computes anything, and the prompt's step computes
+    it at a node that serves alone, so only what follows is a success of the node that generates.
+
+    Args:
+        decode_began: it is the first output of the decode node.
+    """
+    if attempt.generation.job.is_probe:
+        # Nothing less than the whole answer lets in the nodes that it probes.
+        if attempt.finished:
+            for node in attempt.nodes:
+                node.breaker.succeeded(attempt)
+            if attempt.hand_off is not None:
+                attempt.hand_off.succeeded(attempt)
+        return
+    if decode_began:
+        assert attempt.first is not None
+        attempt.first.breaker.succeeded(attempt)
+        if attempt.hand_off is not None:
+            attempt.hand_off.succeeded(attempt)
+    has_ended = attempt.choices[output.index].finish is not None
+    if has_ended or output.position > attempt.asked.produced:
+        worker.breaker.succeeded(attempt)
 
 
 def _successors(attempt: Attempt, history: History) -> list[Attempt]:
@@ -341,9 +395,11 @@ def _successors(attempt: Attempt, history: History) -> list[Attempt]:
     return [Attempt(generation, [choice], history, is_whole=False) for choice in going_on]
 
 
-def _sibling(generation: Generation) -> Worker | None:
-    """The node of the other prompts of a job that belong together."""
-    if not generation.job.together:
+def _sibling(attempt: Attempt) -> Worker | None:
+    """The node of the other prompts of a job that belong together, unless the attempt avoids it."""
+    job = attempt.generation.job
+    if not job.together:
         return None
-    others = (a for g in generation.job.generations for a in g.attempts if a.history.reason)
-    return next((other.first for other in others if other.first is not None), None)
+    others = (a.first for g in job.generations for a in g.attempts if a.history.reason)
+    avoided = attempt.history.avoided
+    return next((node for node in others if node is not None and node not in avoided), None)

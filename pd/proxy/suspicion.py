@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
@@ -23,6 +24,8 @@ STEP_TOKENS = 1
 # Deaths of other nodes for so long before a request's first one, and all after it, say that nodes
 # die of something else.
 WINDOW_SECONDS = 30.0
+# A process that ends so soon after a step failed ends of that.
+BROKEN_SECONDS = 10.0
 _MAX_DEATHS = 256
 
 # Owner and rid, which no two requests under way have in common.
@@ -33,7 +36,7 @@ class Death(NamedTuple):
     """A node died, hung or failed a step.
 
     Attributes:
-        node: its instance id; empty if it has only failed a step.
+        node: its instance id.
         at: when that was noticed, on the monotonic clock.
         requests: those which may have been in its step.
     """
@@ -50,19 +53,42 @@ class Suspicion:
         self._clock = clock
         self._deaths: deque[Death] = deque(maxlen=_MAX_DEATHS)
         self._explained: set[Death] = set()
+        # By instance, what its next death is a part of, and until when.
+        self._under_way: dict[str, tuple[Death, float]] = {}
 
     def note(self, node: str, requests: Iterable[Request]) -> Death:
-        """Note a death. If a node hangs and dies after its requests went elsewhere, that is one.
+        """Note that a node died or hangs. If it hung before, or has just failed a step, and its
+        requests went elsewhere, that is one death. Requests that it got since make it another one,
+        in which those of the first one count as well.
 
         Args:
             node: see :class:`Death`.
         """
         present = frozenset(requests)
-        for known in self._deaths:
-            if node and known.node == node and known.requests >= present:
+        known, until = self._under_way.get(node, (None, 0.0))
+        if known is not None and self._clock() <= until:
+            if known.requests >= present:
                 return known
-        death = Death(node, self._clock(), present)
+            present |= known.requests
+        return self._add(node, present, math.inf)
+
+    def note_step(self, node: str, requests: Iterable[Request]) -> Death:
+        """Note that a node failed a step, of which its process may end in a moment."""
+        return self._add(node, frozenset(requests), self._clock() + BROKEN_SECONDS)
+
+    def works(self, node: str) -> None:
+        """Note that a node's step ended and that it takes requests: the next death is another."""
+        _, until = self._under_way.get(node, (None, 0.0))
+        if until == math.inf:
+            del self._under_way[node]
+
+    def _add(self, node: str, requests: frozenset[Request], until: float) -> Death:
+        death = Death(node, self._clock(), requests)
         self._deaths.append(death)
+        self._under_way.pop(node, None)
+        self._under_way[node] = death, until
+        if len(self._under_way) > _MAX_DEATHS:
+            del self._under_way[next(iter(self._under_way))]
         return death
 
     def convicts(self, request: Request, deaths: tuple[Death, ...]) -> bool:

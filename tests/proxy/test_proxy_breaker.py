@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pd.proxy.breaker import FAILURES, FIRST_PAUSE, LONGEST_PAUSE, Breaker
+from pd.proxy.breaker import FAILURES, FIRST_PAUSE, LONGEST_PAUSE, RESET_SECONDS, Breaker
 from pd.proxy.failover import _blame as blame
 from pd.proxy.worker import Worker
 
@@ -47,6 +47,35 @@ def test_requests_that_fail_together_count_once(breaker: Breaker) -> None:
     assert breaker.lets_in
     breaker.failed(["another"], "why")
     assert not breaker.lets_in
+
+
+def test_transfers_that_one_reset_ends_count_once(breaker: Breaker, clock: Clock) -> None:
+    for _ in range(FAILURES - 1):
+        for number in range(100):
+            breaker.failed([number], "why", "partner")
+        clock.now += RESET_SECONDS
+    assert breaker.lets_in
+    breaker.failed(["another"], "why", "partner")
+    assert not breaker.lets_in
+
+
+def test_failures_with_several_partners_at_once_are_as_many(breaker: Breaker) -> None:
+    for number in range(FAILURES):
+        breaker.failed([number], "why", f"partner {number}")
+    assert not breaker.lets_in
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_one_reset_takes_out_neither_nodes_nor_pairs(elastic: bool) -> None:
+    nodes = [Worker("prefill", "http://p"), Worker("decode", "http://d")]
+    way = Breaker() if elastic else None
+    for _ in range(2 * FAILURES):
+        attempt: Any = SimpleNamespace(
+            hand_off=way, nodes=nodes, decode=nodes[1], partner_of=lambda _: nodes[0]
+        )
+        blame(attempt, nodes[1], "pair", "why")
+    assert all(node.breaker.lets_in for node in nodes)
+    assert way is None or way.lets_in
 
 
 def test_a_node_is_out_until_a_probe_succeeds(breaker: Breaker, clock: Clock) -> None:
@@ -95,6 +124,7 @@ def test_failures_with_a_partner_that_is_replaced_are_forgotten(
 ) -> None:
     for number in range(FAILURES):
         breaker.failed([number], "why", "partner")
+        clock.now += RESET_SECONDS
     clock.now += FIRST_PAUSE
     breaker.began("probe")
     breaker.failed(["probe"], "why", "another partner")
@@ -129,7 +159,9 @@ def test_a_failed_hand_off_of_a_probe_is_one_of_the_probed_node(clock: Clock) ->
     way, node, partner = Breaker(clock), Breaker(clock), Breaker(clock)
     nodes = [Worker("prefill", "http://p"), Worker("decode", "http://d")]
     nodes[0].breaker, nodes[1].breaker = node, partner
-    probe: Any = SimpleNamespace(hand_off=way, nodes=nodes, partner_of=lambda _: None)
+    probe: Any = SimpleNamespace(
+        hand_off=way, nodes=nodes, decode=nodes[1], partner_of=lambda _: None
+    )
     fail(node, FAILURES)
     clock.now += FIRST_PAUSE
     node.began(probe)

@@ -93,6 +93,58 @@ def test_a_node_that_is_to_be_empty_finishes_what_no_other_could(cluster: Cluste
     assert (len(node.generates), node.aborts) == (1, [])
 
 
+def test_nodes_that_leave_together_do_not_send_each_other_their_streams(
+    cluster: Cluster,
+) -> None:
+    nodes = [cluster.node("unified", auto=False) for _ in range(2)]
+    client = cluster.client(failover="on", policy="round_robin", text=False)
+    wait_for_all(client)
+    asked = [Asked(client, {}) for _ in range(2)]
+    wait_until(lambda: sum(len(node.generates) for node in nodes) == 2)
+    streams = [(node, request) for node in nodes for request in node.generates]
+    for node, request in streams:
+        node.say(request, TOKENS[:1], cached_tokens=0)
+    for one in asked:
+        one.wait_tokens(1)
+    for node in nodes:
+        node.ready, node.leaving = False, True
+        wait_until(lambda url=node.url: url not in ready_urls(client))
+    beats = [sum(node.heartbeats.values()) for node in nodes]
+    for node, before in zip(nodes, beats, strict=True):
+        wait_until(lambda node=node, before=before: sum(node.heartbeats.values()) > before + 6)
+    for node, request in streams:
+        node.say(request, TOKENS[1:], position=1, finish=Finish("length"))
+    assert [one.result()["output_ids"] for one in asked] == [TOKENS] * 2
+    assert (sum(len(node.generates) for node in nodes), nodes[0].aborts) == (2, [])
+
+
+def test_streams_come_back_to_a_node_that_they_left_when_it_was_started_again(
+    cluster: Cluster,
+) -> None:
+    """The third node has more to do, but would be the only one that is not avoided."""
+    nodes = [cluster.node("unified", auto=False) for _ in range(3)]
+    client = cluster.client(failover="on", policy="power_of_two", text=False)
+    wait_for_all(client)
+    asked = Asked(client, {})
+    first, request = asked_of(nodes)
+    first.say(request, TOKENS[:1], cached_tokens=0)
+    asked.wait_tokens(1)
+    first.ready, first.leaving = False, True
+    wait_until(lambda: sum(len(node.generates) for node in nodes) == 2)
+    second, third = sorted((n for n in nodes if n is not first), key=lambda n: -len(n.generates))
+    first.kill()
+    first.ready, first.leaving = True, False
+    third.queued_tokens = 10_000
+    beats = sum(third.heartbeats.values())
+    first.start()
+    wait_for_all(client)
+    wait_until(lambda: sum(third.heartbeats.values()) > beats + 3)
+    second.fail(second.generates[-1], "node_failed")
+    again = first.wait_generate()
+    first.say(again, TOKENS[1:], position=1, finish=Finish("length"))
+    assert asked.result()["output_ids"] == TOKENS
+
+
 def test_a_node_that_fails_its_requests_is_taken_out_until_a_probe_succeeds(
     cluster: Cluster,
 ) -> None:
@@ -185,6 +237,7 @@ def test_a_node_is_back_as_soon_as_the_partner_that_it_failed_with_was_replaced(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pd.proxy.breaker.FIRST_PAUSE", 600.0)
+    monkeypatch.setattr("pd.proxy.breaker.RESET_SECONDS", 0.0)
     prefill, decode = cluster.pair(auto=False)
     options = {"failover": "on", "text": False, "max_failovers": FAILURES - 1, "workers": 1}
     client = cluster.client(**options)

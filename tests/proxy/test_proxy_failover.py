@@ -287,6 +287,28 @@ def test_options_of_a_choice_go_to_one_other_node(cluster: Cluster) -> None:
     assert sorted(len(node.generates) for node in others) == [0, 3]
 
 
+def test_an_option_does_not_go_back_to_the_node_that_failed_it(cluster: Cluster) -> None:
+    """The other options are there."""
+    nodes = [cluster.node("unified", auto=False) for _ in range(3)]
+    client = cluster.client(failover="on", policy="round_robin", text=False)
+    body = {"input_ids": PROMPT, "choices": [[30], [10], [20]]}
+    found: list[httpx.Response] = []
+    thread = threading.Thread(target=lambda: found.append(client.post("/generate", json=body)))
+    thread.start()
+    wait_until(lambda: any(len(node.generates) == 3 for node in nodes))
+    (first,) = (node for node in nodes if node.generates)
+    first.kill()
+    wait_until(lambda: any(len(node.generates) == 3 for node in nodes if node is not first))
+    (second,) = (node for node in nodes if node.generates and node is not first)
+    (third,) = (node for node in nodes if node not in (first, second))
+    second.fail(second.generates[0], "node_failed")
+    third.reply(third.wait_generate())
+    for request in second.generates[1:]:
+        second.reply(request)
+    thread.join(20)
+    assert [answer.status_code for answer in found] == [200]
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_node_that_lost_its_peer_is_asked_again(cluster: Cluster, role: str) -> None:
     """It has the prompt, or serves as well as before; its peer is avoided."""

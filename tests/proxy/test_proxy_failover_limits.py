@@ -166,6 +166,44 @@ def test_a_request_that_two_nodes_died_of_is_not_given_a_third(cluster: Cluster)
     assert sum(len(node.generates) for node in nodes) == 2
 
 
+@pytest.mark.one_process("each process weighs its own requests")
+def test_a_request_of_which_processes_end_behind_a_failed_step_is_not_given_a_third(
+    cluster: Cluster,
+) -> None:
+    """Each process ends a moment after the step, when the request has gone elsewhere."""
+    nodes = [cluster.node("unified", auto=False) for _ in range(3)]
+    client = cluster.client(failover="on", policy="round_robin", text=False, max_failovers=9)
+    wait_for_all(client)
+    asked = Asked(client, {})
+    first, request = asked_of(nodes)
+    first.fail_step([request])
+    wait_until(lambda: sum(len(node.generates) for node in nodes) == 2)
+    second = next(node for node in nodes if node is not first and node.generates)
+    first.kill()
+    wait_until(lambda: first.url not in ready_urls(client))
+    time.sleep(1.1 * AT_ONCE_SECONDS)
+    second.fail_step(second.generates)
+    assert "in the steps in which 2 nodes died in a row" in asked.error()["message"]
+    assert sum(len(node.generates) for node in nodes) == 2
+
+
+@pytest.mark.one_process("each process weighs its own requests")
+def test_a_request_in_whose_steps_one_node_hung_twice_is_not_given_a_third_time(
+    cluster: Cluster,
+) -> None:
+    node = cluster.node("unified", auto=False)
+    client = cluster.client(failover="on", text=False, max_failovers=9)
+    asked = Asked(client, {})
+    for number in (1, 2):
+        node.wait_generate(number)
+        node.stuck = True
+        wait_until(lambda: ready_urls(client) == [])
+        node.stuck = False
+        wait_for_all(client)
+    assert "in the steps in which 2 nodes died in a row" in asked.error()["message"]
+    assert len(node.generates) == 2
+
+
 def test_a_poisonous_request_ends_three_nodes_at_most(cluster: Cluster, seed: int) -> None:
     """A node dies as soon as it has the request; those that were beside it are answered."""
     rng = random.Random(seed)
@@ -226,6 +264,32 @@ def test_those_suspected_together_are_tried_one_at_a_time(cluster: Cluster, size
     for request in third.generates:
         third.say(request, TOKENS[2:], position=2, finish=Finish("length"))
     assert [one.result()["output_ids"] for one in asked] == [TOKENS] * size
+
+
+@pytest.mark.one_process("each process weighs its own requests")
+def test_those_whose_turn_to_be_tried_has_not_come_do_not_wait_for_a_node(cluster: Cluster) -> None:
+    """There was none for a moment; then the first one takes longer than others may wait for one."""
+    nodes = [cluster.node("unified", auto=False) for _ in range(3)]
+    client = cluster.client(
+        failover="on", text=False, policy="round_robin", max_failovers=9, failover_wait=2.0
+    )
+    nodes[1].ready = nodes[2].ready = False
+    wait_until(lambda: ready_urls(client) == [nodes[0].url])
+    asked = [Asked(client, {}) for _ in range(3)]
+    nodes[0].wait_generate(3)
+    nodes[1].ready = True
+    wait_until(lambda: nodes[1].url in ready_urls(client))
+    nodes[0].kill()
+    nodes[1].wait_generate(3)
+    nodes[1].kill()
+    wait_until(lambda: ready_urls(client) == [])
+    nodes[2].ready = True
+    nodes[2].wait_generate()
+    beats = sum(nodes[2].heartbeats.values())
+    wait_until(lambda: sum(nodes[2].heartbeats.values()) > beats + 8)
+    for number in range(1, 4):
+        nodes[2].reply(nodes[2].wait_generate(number))
+    assert [one.result()["output_ids"] for one in asked] == [TOKENS] * 3
 
 
 def test_an_answer_that_gets_on_between_deaths_is_given_more_nodes(cluster: Cluster) -> None:

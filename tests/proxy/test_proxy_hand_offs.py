@@ -29,6 +29,12 @@ PROMPT = [5, 6, 7, 8, 9]
 SAMPLING = {"max_new_tokens": 4, "ignore_eos": True}
 
 
+@pytest.fixture(autouse=True)
+def every_failure_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hand-offs of these tests fail sooner after each other than real ones."""
+    monkeypatch.setattr("pd.proxy.breaker.RESET_SECONDS", 0.0)
+
+
 class Deployment:
     """An elastic pair, idle, so that each request is handed off, and a proxy."""
 

@@ -6,6 +6,7 @@ import random
 
 from pd.proxy.suspicion import (
     AT_ONCE_SECONDS,
+    BROKEN_SECONDS,
     DEATHS_IN_COMPANY,
     WINDOW_SECONDS,
     Death,
@@ -93,6 +94,52 @@ def test_a_node_that_hangs_and_then_dies_has_died_once() -> None:
     first = deaths.suspicion.note("node", [R])
     assert deaths.suspicion.note("node", []) is first
     assert deaths.suspicion.convicts(R, (first, deaths.of(R)))
+
+
+def test_a_node_that_hangs_works_and_hangs_again_has_hung_twice() -> None:
+    deaths = Deaths()
+    first = deaths.suspicion.note("node", [R])
+    deaths.suspicion.works("node")
+    deaths.now += 1.0
+    assert deaths.suspicion.convicts(R, (first, deaths.suspicion.note("node", [R])))
+
+
+def test_a_node_that_works_behind_a_failed_step_may_still_end_of_that() -> None:
+    deaths = Deaths()
+    first = deaths.suspicion.note_step("node", [R])
+    deaths.suspicion.works("node")
+    assert deaths.suspicion.note("node", []) is first
+
+
+def test_a_node_that_fails_a_step_and_then_ends_has_died_once() -> None:
+    deaths = Deaths()
+    first = deaths.suspicion.note_step("node", [R])
+    deaths.now += BROKEN_SECONDS / 2
+    assert deaths.suspicion.note("node", []) is first
+    assert deaths.suspicion.convicts(R, (first, deaths.of(R)))
+
+
+def test_a_node_that_ends_long_after_a_step_that_it_failed_has_died_of_something_else() -> None:
+    deaths = Deaths()
+    first = deaths.suspicion.note_step("node", [R])
+    deaths.now += 1.1 * BROKEN_SECONDS
+    deaths.suspicion.note("node", [])
+    assert not deaths.suspicion.convicts(R, (first, deaths.of(R)))
+
+
+def test_requests_that_a_broken_node_got_do_not_speak_for_what_broke_it() -> None:
+    deaths = Deaths()
+    first = deaths.suspicion.note_step("node", [R])
+    deaths.now += 1.0
+    assert deaths.suspicion.note("node", [S]).requests == {R, S}
+    assert deaths.suspicion.convicts(R, (first, deaths.of(R)))
+
+
+def test_every_step_that_one_node_fails_counts() -> None:
+    deaths = Deaths()
+    row = [deaths.suspicion.note_step("node", [R])]
+    deaths.now += 1.0
+    assert deaths.suspicion.convicts(R, (*row, deaths.suspicion.note_step("node", [R])))
 
 
 def test_nodes_killed_at_random_convict_hardly_anybody(seed: int) -> None:
