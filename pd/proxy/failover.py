@@ -114,12 +114,15 @@ class Failovers:
             return
         if self._max_failovers and isinstance(error, NodeFailedError):
             _blame(attempt, worker, fault, error.message)
+        partner = attempt.partner_of(worker)
+        if fault != "node" and partner is not None and attempt.is_computed_by(partner):
+            self._suspicion.reported(partner.instance_id, attempt.request)
         apart = attempt.history.apart
         if fault != "node" and attempt.first is not None and attempt.decode is not None:
             first, decode = attempt.first, attempt.decode
             apart |= {(first, decode), (decode, first)}
         # A node that reports the loss of its peer serves others.
-        lost = attempt.partner_of(worker) if fault == "peer" else None
+        lost = partner if fault == "peer" else None
         self.lost(attempt, error, lost, apart=apart)
 
     def step_failed(self, attempts: list[Attempt], worker: Worker, error: NodeFailedError) -> None:

@@ -7,6 +7,8 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
+from pd.core.messages import LEASE_SECONDS
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
@@ -27,6 +29,7 @@ WINDOW_SECONDS = 30.0
 # A process that ends so soon after a step failed ends of that.
 BROKEN_SECONDS = 10.0
 _MAX_DEATHS = 256
+_MAX_REPORTS = 4096
 
 # Owner and rid, which no two requests under way have in common.
 Request = tuple[str, str]
@@ -55,6 +58,8 @@ class Suspicion:
         self._explained: set[Death] = set()
         # By instance, what its next death is a part of, and until when.
         self._under_way: dict[str, tuple[Death, float]] = {}
+        # When peers said that instances may have failed which requests, oldest first.
+        self._reports: deque[tuple[float, str, Request]] = deque(maxlen=_MAX_REPORTS)
 
     def note(self, node: str, requests: Iterable[Request]) -> Death:
         """Note that a node died or hangs. If it hung before, or has just failed a step, and its
@@ -64,13 +69,21 @@ class Suspicion:
         Args:
             node: see :class:`Death`.
         """
-        present = frozenset(requests)
+        since = self._clock() - LEASE_SECONDS
+        reported = (request for at, name, request in self._reports if at >= since and name == node)
+        present = frozenset(requests).union(reported)
         known, until = self._under_way.get(node, (None, 0.0))
         if known is not None and self._clock() <= until:
             if known.requests >= present:
                 return known
             present |= known.requests
         return self._add(node, present, math.inf)
+
+    def reported(self, node: str, request: Request) -> None:
+        """Note that a peer says a node may have failed a request, which may be in its step and goes
+        elsewhere. If the node dies within the time in which its own death is noticed, the request
+        was in that step."""
+        self._reports.append((self._clock(), node, request))
 
     def note_step(self, node: str, requests: Iterable[Request]) -> Death:
         """Note that a node failed a step, of which its process may end in a moment."""

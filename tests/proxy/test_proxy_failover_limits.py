@@ -204,6 +204,33 @@ def test_a_request_in_whose_steps_one_node_hung_twice_is_not_given_a_third_time(
     assert len(node.generates) == 2
 
 
+@pytest.mark.one_process("each process weighs its own requests")
+@pytest.mark.parametrize("fault", ["peer", "pair"])
+def test_a_death_that_the_peer_reported_first_does_not_speak_for_the_request(
+    cluster: Cluster, fault: Any
+) -> None:
+    """The request had gone to another node when the first one was noticed to be dead."""
+    for _ in range(3):
+        cluster.node("prefill", auto=False)
+    decode = cluster.node("decode", auto=False)
+    client = cluster.client(failover="on", policy="round_robin", text=False, max_failovers=9)
+    wait_for_all(client)
+    asked = Asked(client, {})
+    first, request = asked_of(cluster.prefill)
+    left, seen = [node for node in cluster.prefill if node is not first], {request.room}
+    decode.fail(decode.wait_generate(), "transfer", fault=fault)
+    second, request = newest_of(left, seen)
+    first.kill()
+    wait_until(lambda: first.url not in ready_urls(client))
+    seen.add(request.room)
+    left.remove(second)
+    second.kill()
+    third, _ = newest_of(left, seen)
+    time.sleep(1.1 * AT_ONCE_SECONDS)
+    third.kill()
+    assert "in the steps in which 2 nodes died in a row" in asked.error()["message"]
+
+
 def test_a_poisonous_request_ends_three_nodes_at_most(cluster: Cluster, seed: int) -> None:
     """A node dies as soon as it has the request; those that were beside it are answered."""
     rng = random.Random(seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from pd.core.messages import LEASE_SECONDS
 from pd.proxy.suspicion import (
     AT_ONCE_SECONDS,
     BROKEN_SECONDS,
@@ -109,6 +110,16 @@ def test_a_node_that_works_behind_a_failed_step_may_still_end_of_that() -> None:
     first = deaths.suspicion.note_step("node", [R])
     deaths.suspicion.works("node")
     assert deaths.suspicion.note("node", []) is first
+
+
+def test_a_death_that_peers_reported_first_does_not_speak_for_their_requests() -> None:
+    deaths = Deaths()
+    deaths.suspicion.reported("node", R)
+    deaths.suspicion.reported("another", S)
+    deaths.now += LEASE_SECONDS / 2
+    assert deaths.suspicion.note("node", [T]).requests == {R, T}
+    deaths.now += LEASE_SECONDS
+    assert deaths.suspicion.note("another", []).requests == frozenset()
 
 
 def test_a_node_that_fails_a_step_and_then_ends_has_died_once() -> None:
