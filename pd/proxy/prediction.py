@@ -25,8 +25,8 @@ _EQUAL_SECONDS = 0.01
 # Misses of an objective count by how much it is missed. A stream counts in full once its steps take
 # longer than the objective by this part of it. A late first token counts its time divided by the
 # objective, but no more than this, lest it outweigh any number of streams.
-_FULL_MISS = 0.5
-_MOST_LATE = 8.0
+_FULL_MISS = 0.25
+_MOST_LATE = 32.0
 # Choices whose misses differ by no more than this are equal in these.
 _EQUAL_MISSES = 0.5
 # Where prompts take a smaller part of the nodes' time, answers are generated where steps are
