@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from pd.core.errors import NodeFailedError, UnavailableError
 from pd.core.messages import HEARTBEAT_INTERVAL
@@ -66,7 +67,7 @@ class Failovers:
         self._look: asyncio.TimerHandle | None = None
         # When the last heartbeat of each node came, and since when nodes are to be empty whose
         # streams wait for the heartbeats of others.
-        self._heard: dict[Worker, float] = {}
+        self._heard: WeakKeyDictionary[Worker, float] = WeakKeyDictionary()
         self._leaving: dict[Worker, float] = {}
 
     # ---- what happens to attempts
@@ -318,8 +319,11 @@ class Failovers:
         """Move the streams of nodes that are to be empty, when it is known which other nodes are,
         too: a stream that moved to one of those would be cut off there."""
         now = time.monotonic()
+        if not self._leaving and not heard.leaving:
+            self._heard[heard] = now
+            return
         before = self._all_heard_at()
-        self._heard = {node: at for node, at in self._heard.items() if node.alive} | {heard: now}
+        self._heard[heard] = now
         self._leaving = {node: at for node, at in self._leaving.items() if node.leaving}
         if heard.leaving:
             self._leaving.setdefault(heard, now)
@@ -332,7 +336,9 @@ class Failovers:
 
     def _all_heard_at(self) -> float:
         """The time since which every node that takes requests has sent a heartbeat."""
-        return min((at for node, at in self._heard.items() if node.ready), default=math.inf)
+        return min(
+            (at for node, at in self._heard.items() if node.alive and node.ready), default=math.inf
+        )
 
 
 def _blame(attempt: Attempt, worker: Worker, fault: Fault, reason: str) -> None:
