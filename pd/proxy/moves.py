@@ -83,7 +83,7 @@ class Moves:
         waiting = takewhile(
             lambda found: might_gain(found[1].ttft, shortest), self._waiting(worker)
         )
-        for attempt, present in islice(self._turn(worker, list(waiting)), MAX_LOOKS):
+        for attempt, present in islice(self._turn(worker, waiting), MAX_LOOKS):
             model, history = attempt.generation.spec.model, attempt.history
             better = self._router.better(
                 model, demand_of(attempt), present, history.avoided, history.apart
@@ -97,13 +97,14 @@ class Moves:
                 return
 
     def _turn(
-        self, worker: Worker, waiting: list[tuple[Attempt, Predicted]]
+        self, worker: Worker, waiting: Iterator[tuple[Attempt, Predicted]]
     ) -> Iterator[tuple[Attempt, Predicted]]:
         """Yield those of the waiting requests whose turn it is: those behind the one that was
-        looked at last, or all if there are none."""
+        looked at last. If it waits no more there are none, and the next report begins anew."""
         last = self._looked_at.pop(worker, None)
-        behind = dropwhile(lambda found: found[0].room != last, waiting)
-        return iter(list(behind)[1:] or waiting)
+        if last is None:
+            return waiting
+        return islice(dropwhile(lambda found: found[0].room != last, waiting), 1, None)
 
     def _waiting(self, worker: Worker) -> Iterator[tuple[Attempt, Predicted]]:
         """Requests that may wait at a node, the youngest first, and what is predicted of each if it
