@@ -56,7 +56,7 @@ class Server:
         config = uvicorn.Config(app, lifespan="off", log_config=None, ws=NoProtocol)
         self._server = GuardedServer(config, replace(ConnectionLimits(), **limits))
         self._socket = bind("127.0.0.1", 0)
-        # Of the connections, too.
+        # Accepted connections inherit the small buffer.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         self.port: int = self._socket.getsockname()[1]
         serving = self._server.serve(sockets=[self._socket])
