@@ -44,7 +44,7 @@ def served() -> Iterator[Served]:
 def test_measures_alone_and_under_load(served, tmp_path, capsys) -> None:
     output = tmp_path / "serve.json"
     flags = ["--url", served.url, "--unloaded", "24,80", "--repeats", "2", "--outputs", "5"]
-    load = "streams=2,in=10,out=20,long=64,every=0.3,long_out=3,seconds=0.6"
+    load = "streams=2,in=10,out=60,long=64,every=1,long_out=3,seconds=2"
     assert cli.bench(["serve", *flags, "--load", load, "--output", str(output)]) == 0
     report = json.loads(output.read_text())
     assert report["command"].startswith("pd-bench serve --url")
