@@ -56,8 +56,9 @@ class History(NamedTuple):
         lost_at: nodes on which they were lost, or which they left, and the instance of each then.
         apart: pairs of nodes, in either order, between which the KV of one of them did not travel.
         moves: how many of them their nodes gave back before they had begun.
-        keeps_token_1: whether other nodes chose another token 1 under a grammar, so that they are
-            not asked for it again.
+        produced: tokens of output that the last of them was given.
+        keeps_last: whether other nodes chose another token under a grammar than the last one that
+            is known, so that they are not asked for it again.
     """
 
     losses: int = 0
@@ -67,7 +68,8 @@ class History(NamedTuple):
     lost_at: frozenset[tuple[Worker, str]] = frozenset()
     apart: frozenset[tuple[Worker, Worker]] = frozenset()
     moves: int = 0
-    keeps_token_1: bool = False
+    produced: int = 0
+    keeps_last: bool = False
 
     @property
     def is_first(self) -> bool:
@@ -108,11 +110,11 @@ class Attempt:
         uncached_tokens: tokens counted in ``first.pending_tokens``; 0 once computed.
         progress: grows with what :attr:`prompt_computed` and :attr:`needs_first` depend on.
         decode_spoke: whether the decode node has sent output, so that it has all of the KV.
+        has_added: whether it brought a token that the client did not have.
     """
 
     __slots__ = (
         "_begins_at",
-        "_has_added",
         "_silent",
         "asked",
         "begun",
@@ -122,6 +124,7 @@ class Attempt:
         "first",
         "generation",
         "hand_off",
+        "has_added",
         "history",
         "is_whole",
         "predicted",
@@ -148,9 +151,7 @@ class Attempt:
         self.hand_off: Breaker | None = None
         self.is_whole = is_whole
         self.asked = (
-            _all_choices(generation)
-            if is_whole
-            else _one_choice(generation, choices[0], keeps_token_1=history.keeps_token_1)
+            _all_choices(generation) if is_whole else _one_choice(generation, choices[0], history)
         )
         self._begins_at = 0 if is_whole else len(choices[0].output_ids)
         if history.died_at is None:
@@ -164,7 +165,7 @@ class Attempt:
         self.decode_spoke = False
         # Choices of which the first node has sent nothing.
         self._silent = set(range(len(choices)))
-        self._has_added = False
+        self.has_added = False
 
     @property
     def nodes(self) -> list[Worker]:
@@ -198,10 +199,10 @@ class Attempt:
         return self.generation.job.owner, self.generation.job.rid
 
     @property
-    def repeats_token_1(self) -> bool:
-        """Whether its nodes are asked for the only token that the client has, and have not got
+    def repeats_last(self) -> bool:
+        """Whether its nodes are asked for the last token that the client has, and have not got
         further."""
-        return self._begins_at == 1 and not self.asked.produced and not self._has_added
+        return self._begins_at == self.asked.produced + 1 and not self.has_added
 
     def is_computed_by(self, worker: Worker) -> bool:
         """Whether a node's steps may have the attempt in them."""
@@ -244,12 +245,12 @@ class Attempt:
     def _note_tokens(self, choice: Choice) -> None:
         """Note when tokens came and, if they are the first, for how long the client waited."""
         generation, now = self.generation, time.monotonic()
-        if self.history.reason and not self._has_added:
+        if self.history.reason and not self.has_added:
             number = None if self.is_whole else choice.index
             pause = now - (choice.last_token_at or generation.created)
             failover = Failover(self._begins_at, number, self.history.reason, pause)
             generation.failovers.append(failover)
-        self._has_added = True
+        self.has_added = True
         choice.last_token_at = now
         if generation.first_token_at is None:
             generation.first_token_at = now
@@ -259,7 +260,7 @@ def _all_choices(generation: Generation) -> GenerateInput:
     return GenerateInput(generation.spec.token_ids, generation.spec.params, 0)
 
 
-def _one_choice(generation: Generation, choice: Choice, *, keeps_token_1: bool) -> GenerateInput:
+def _one_choice(generation: Generation, choice: Choice, history: History) -> GenerateInput:
     """Return the input that continues one choice: with its own seed, behind the tokens it has."""
     spec = generation.spec
     params = replace(
@@ -269,10 +270,11 @@ def _one_choice(generation: Generation, choice: Choice, *, keeps_token_1: bool) 
         prompt_logprobs_start=None,
     )
     output = choice.output_ids
-    # NOTE: a grammar may force tokens after token 1, which the decode node adds when it gets that
-    # from a prefill node. A resumed request would sample them. Later tokens come with what is
-    # forced behind them.
-    if spec.params.grammar is not None and len(output) == 1 and not keeps_token_1:
-        output = []
+    # NOTE: a grammar may force tokens after the first one of an attempt, which the decode node adds
+    # when it gets that from a prefill node. An attempt behind it would sample them. All other
+    # tokens come with what is forced behind them.
+    is_first = len(output) == history.produced + 1
+    if spec.params.grammar is not None and is_first and not history.keeps_last:
+        output = output[:-1]
     token_ids = np.concatenate([spec.token_ids, np.array(output, np.int32)])
     return GenerateInput(token_ids, params, len(output))

@@ -365,8 +365,8 @@ class Dispatcher:
         try:
             added = attempt.accept(worker, output)
         except NodeFailedError as error:
-            if isinstance(error, DisagreementError) and attempt.repeats_token_1:
-                self._failovers.keep_token_1(attempt, error)
+            if isinstance(error, DisagreementError) and attempt.repeats_last:
+                self._failovers.keep_last(attempt, error)
             else:
                 self._failovers.failed(attempt, worker, error)
             return

@@ -204,12 +204,12 @@ class Failovers:
         history = attempt.history._replace(moves=attempt.history.moves + 1)
         self._open_all(self._replace(attempt, error.message, history), error)
 
-    def keep_token_1(self, attempt: Attempt, error: PDError) -> None:
-        """Go on behind token 1, for which nodes were asked again and chose another, or of which
-        there are none that could be asked. Both tokens may be as likely but for rounding, so no
-        node is at fault and nothing counts as lost."""
+    def keep_last(self, attempt: Attempt, error: PDError) -> None:
+        """Go on behind the last known token, where nodes that were asked for it again chose another
+        one, or where there are none that could be asked. Both tokens may be as likely but for
+        rounding, so no node is at fault and nothing counts as lost."""
         if self._is_wanted(attempt):
-            history = attempt.history._replace(keeps_token_1=True)
+            history = attempt.history._replace(keeps_last=True)
             self._open_all(self._replace(attempt, error.message, history), error)
 
     def _replace(self, attempt: Attempt, reason: str, history: History) -> list[Attempt]:
@@ -243,8 +243,8 @@ class Failovers:
             if not self._attempts.open(attempt, _sibling(attempt), occupied):
                 return False
         except UnavailableError:
-            if attempt.repeats_token_1 and self._attempts.could_go_on_alone(attempt):
-                self.keep_token_1(attempt, error)
+            if attempt.repeats_last and self._attempts.could_go_on_alone(attempt):
+                self.keep_last(attempt, error)
                 return True
             self._waiting.setdefault(attempt, (error, time.monotonic()))
             self._look_later()
@@ -395,6 +395,8 @@ def credit(attempt: Attempt, worker: Worker, output: Output, *, decode_began: bo
 def _successors(attempt: Attempt, history: History) -> list[Attempt]:
     """Attempts that go on with the choices of one that is over."""
     generation = attempt.generation
+    keeps_last = history.keeps_last and not attempt.has_added
+    history = history._replace(produced=attempt.asked.produced, keeps_last=keeps_last)
     if attempt.is_whole and not generation.has_output:
         generation.begin_again()
         return [Attempt(generation, generation.choices, history)]

@@ -175,6 +175,34 @@ def test_a_grammar_forces_behind_token_1_what_it_forced_before(cluster: Cluster)
     assert asked.result()["output_ids"] == TOKENS
 
 
+@pytest.mark.parametrize("says_again", [False, True])
+def test_a_grammar_forces_behind_the_first_token_of_any_attempt(
+    cluster: Cluster, says_again: bool
+) -> None:
+    """Also where the third attempt got no further than to repeat it."""
+    asked = Asked(two_pairs(cluster, max_failovers=3), {"regex": "a*"})
+    prefill, first = asked_of(cluster.prefill)
+    decode, _ = asked_of(cluster.decode)
+    prefill.say(first, TOKENS[:1], cached_tokens=0)
+    decode.say(first, TOKENS[:3])
+    decode.fail(first, "node_failed")
+    seen = {first.room}
+    for number in range(2 + says_again):
+        first_node, request = newest_of(cluster.prefill, seen)
+        decode_node, _ = newest_of(cluster.decode, seen)
+        assert (ids_of(request), request.produced) == (PROMPT + TOKENS[:3], 3)
+        if number == 1 + says_again:
+            break
+        seen.add(request.room)
+        first_node.say(request, TOKENS[3:4], position=3)
+        asked.wait_tokens(4)
+        first_node.fail(request, "node_failed")
+        decode_node.wait_abort(request.room)
+    first_node.say(request, TOKENS[3:4], position=3)
+    decode_node.say(request, TOKENS[3:], position=3, finish=Finish("length"))
+    assert asked.result()["output_ids"] == TOKENS
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_grammar_goes_on_behind_token_1_where_other_nodes_choose_another(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, role: str
