@@ -84,7 +84,8 @@ class Failovers:
                 self.lost(attempt, error, worker)
             return
         in_step = [attempt for attempt in attempts if attempt.is_computed_by(worker)]
-        death = self._suspicion.note(worker.instance_id, (a.request for a in in_step))
+        requests = (attempt.request for attempt in in_step)
+        death = self._suspicion.note(worker.instance_id, requests, others=worker.others > 0)
         for attempt in attempts:
             if attempt in in_step:
                 self._died_with(attempt, worker, error, death)
@@ -130,7 +131,8 @@ class Failovers:
         """A node could not compute a step in which these attempts were."""
         if self._max_failovers:
             worker.breaker.failed(attempts, error.message)
-        death = self._suspicion.note_step(worker.instance_id, (a.request for a in attempts))
+        requests = (attempt.request for attempt in attempts)
+        death = self._suspicion.note_step(worker.instance_id, requests, others=worker.others > 0)
         for attempt in attempts:
             self._died_with(attempt, worker, error, death)
 

@@ -41,12 +41,14 @@ class Death(NamedTuple):
     Attributes:
         node: its instance id.
         at: when that was noticed, on the monotonic clock.
-        requests: those which may have been in its step.
+        requests: those of this process which may have been in its step.
+        others: whether the node had requests of other processes, too.
     """
 
     node: str
     at: float
     requests: frozenset[Request]
+    others: bool = False
 
 
 class Suspicion:
@@ -61,13 +63,13 @@ class Suspicion:
         # When peers said that instances may have failed which requests, oldest first.
         self._reports: deque[tuple[float, str, Request]] = deque(maxlen=_MAX_REPORTS)
 
-    def note(self, node: str, requests: Iterable[Request]) -> Death:
+    def note(self, node: str, requests: Iterable[Request], *, others: bool = False) -> Death:
         """Note that a node died or hangs. If it hung before, or has just failed a step, and its
         requests went elsewhere, that is one death. Requests that it got since make it another one,
         in which those of the first one count as well.
 
         Args:
-            node: see :class:`Death`.
+            node, others: see :class:`Death`.
         """
         since = self._clock() - LEASE_SECONDS
         reported = (request for at, name, request in self._reports if at >= since and name == node)
@@ -77,7 +79,7 @@ class Suspicion:
             if known.requests >= present:
                 return known
             present |= known.requests
-        return self._add(node, present, math.inf)
+        return self._add(node, present, math.inf, others=others)
 
     def reported(self, node: str, request: Request) -> None:
         """Note that a peer says a node may have failed a request, which may be in its step and goes
@@ -85,9 +87,10 @@ class Suspicion:
         was in that step."""
         self._reports.append((self._clock(), node, request))
 
-    def note_step(self, node: str, requests: Iterable[Request]) -> Death:
+    def note_step(self, node: str, requests: Iterable[Request], *, others: bool = False) -> Death:
         """Note that a node failed a step, of which its process may end in a moment."""
-        return self._add(node, frozenset(requests), self._clock() + BROKEN_SECONDS)
+        until = self._clock() + BROKEN_SECONDS
+        return self._add(node, frozenset(requests), until, others=others)
 
     def works(self, node: str) -> None:
         """Note that a node's step ended and that it takes requests: the next death is another."""
@@ -95,8 +98,8 @@ class Suspicion:
         if until == math.inf:
             del self._under_way[node]
 
-    def _add(self, node: str, requests: frozenset[Request], until: float) -> Death:
-        death = Death(node, self._clock(), requests)
+    def _add(self, node: str, requests: frozenset[Request], until: float, *, others: bool) -> Death:
+        death = Death(node, self._clock(), requests, others)
         self._deaths.append(death)
         self._under_way.pop(node, None)
         self._under_way[node] = death, until
@@ -117,7 +120,8 @@ class Suspicion:
             return False
         in_all = frozenset.intersection(*(death.requests for death in deaths))
         at_once = deaths[-1].at - deaths[0].at < AT_ONCE_SECONDS
-        needed = DEATHS_IN_COMPANY if at_once or in_all - {request} else DEATHS_ALONE
+        in_company = bool(in_all - {request}) or all(death.others for death in deaths)
+        needed = DEATHS_IN_COMPANY if at_once or in_company else DEATHS_ALONE
         if len(deaths) < needed + self._deaths_without(request, deaths[0].at):
             return False
         self._explained = self._explained.union(deaths).intersection(self._deaths)

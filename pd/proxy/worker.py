@@ -126,6 +126,8 @@ class Worker:
         losses: how often it gave up requests of this proxy; None before it said so.
         run_delay: seconds that it was ready to run and got no CPU, see :mod:`pd.core.starvation`.
         active: attempts that need this node.
+        others: requests of other proxies, or other processes of this one, that it has at least, by
+            its last two heartbeats: one may count requests that have just ended here.
         pending_tokens: prompt tokens sent here whose first output token has not come back.
         leaving, stuck: as it says, see :class:`pd.core.messages.NodeHeartbeat`.
         breaker: takes it out while it fails its requests.
@@ -163,6 +165,7 @@ class Worker:
         self.losses: int | None = None
         self.run_delay = 0.0
         self.active: dict[Attempt, None] = {}
+        self.others = self._others_lately = 0
         self.pending_tokens = 0
         self.leaving = self.stuck = False
         self.breaker = Breaker()
@@ -269,6 +272,8 @@ class Worker:
         self.accepting = heartbeat.ready
         self.queued_tokens = heartbeat.queued_tokens
         self.running = heartbeat.running
+        surplus = max(0, heartbeat.running - len(self.active))
+        self.others, self._others_lately = min(surplus, self._others_lately), surplus
         self.losses = heartbeat.losses
         self.run_delay = heartbeat.run_delay
         self.linked = heartbeat.linked

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from pd.core.messages import LEASE_SECONDS
+from pd.core.messages import LEASE_SECONDS, NodeHeartbeat
 from pd.proxy.suspicion import (
     AT_ONCE_SECONDS,
     BROKEN_SECONDS,
@@ -13,6 +13,7 @@ from pd.proxy.suspicion import (
     Death,
     Suspicion,
 )
+from pd.proxy.worker import Worker
 
 R, S, T = (("owner", name) for name in "RST")
 
@@ -25,10 +26,10 @@ class Deaths:
         self.suspicion = Suspicion(lambda: self.now)
         self._count = 0
 
-    def of(self, *requests: tuple[str, str], after: float = 1.0) -> Death:
+    def of(self, *requests: tuple[str, str], after: float = 1.0, others: bool = False) -> Death:
         self.now += after
         self._count += 1
-        return self.suspicion.note(f"node {self._count}", requests)
+        return self.suspicion.note(f"node {self._count}", requests, others=others)
 
 
 def test_what_two_nodes_died_of_alone_is_given_no_third() -> None:
@@ -60,6 +61,25 @@ def test_those_that_were_in_the_same_steps_are_given_one_more_node() -> None:
     row = (*row, deaths.of(R))
     assert deaths.suspicion.convicts(R, row)
     assert len(row) == DEATHS_IN_COMPANY
+
+
+def test_requests_of_other_processes_are_company_that_nobody_here_knows() -> None:
+    deaths = Deaths()
+    row = (deaths.of(R, others=True), deaths.of(R, others=True))
+    assert not deaths.suspicion.convicts(R, row)
+    assert deaths.suspicion.convicts(R, (*row, deaths.of(R)))
+    row = (deaths.of(S, others=True), deaths.of(S))
+    assert deaths.suspicion.convicts(S, row)
+
+
+def test_a_node_has_others_if_two_heartbeats_in_a_row_count_more_than_was_sent() -> None:
+    worker = Worker("decode", "http://127.0.0.1:1")
+    found = []
+    for running in (1, 0, 2, 3, 1, 0):
+        beat = NodeHeartbeat(to="p", sender="d", ready=True, queued_tokens=0, running=running)
+        worker.heard(beat)
+        found.append(worker.others)
+    assert found == [0, 0, 0, 2, 1, 0]
 
 
 def test_each_death_without_a_request_takes_one_more_with_it() -> None:
