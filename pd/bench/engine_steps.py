@@ -44,6 +44,7 @@ class StepLog:
     def __init__(self, node: Node) -> None:
         self.steps: list[LoggedStep] = []
         self._process = node.scheduler.process
+        # Every caller of the method is to come by here.
         node.scheduler.process = self._note  # type: ignore[method-assign]
 
     def _note(self, works: list[Work]) -> None:

@@ -221,7 +221,8 @@ class Bench:
         self.start_afresh()
         # Only ``spec`` drafts.
         with self._drafting(work.num_out if work.kind == "spec" else 0):
-            return getattr(self, f"_{work.kind}")(work)  # type: ignore[no-any-return]
+            measured: Measured = getattr(self, f"_{work.kind}")(work)
+            return measured
 
     def start_afresh(self) -> None:
         """Empty the cache and forget the steps, once the node is idle.

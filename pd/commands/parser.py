@@ -6,7 +6,7 @@ import argparse
 import difflib
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pd.core.errors import InvalidRequestError, UsageError
 from pd.core.kv_events_config import KVEventsConfig, parse_kv_events_config
@@ -35,10 +35,10 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 class Parser(argparse.ArgumentParser):
     """Parser whose errors are one line with the remedy. Flags cannot be abbreviated."""
 
-    def __init__(self, **settings: object) -> None:
+    def __init__(self, **settings: Any) -> None:
         settings.setdefault("allow_abbrev", False)
         settings.setdefault("formatter_class", HelpFormatter)
-        super().__init__(**settings)  # type: ignore[arg-type]
+        super().__init__(**settings)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")

@@ -190,6 +190,7 @@ class GuardedProtocol(HttpToolsProtocol):
         """Close the connection at once, whatever was not read."""
         self.transport.abort()
 
+    # The base class takes transports of every kind; only these come from a server.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._listener.opened(self)

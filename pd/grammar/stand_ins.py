@@ -55,6 +55,7 @@ def install() -> None:
         module = _StandIn(name)
         module.__path__ = []
         sys.modules[name] = module
+    # A module gets an attribute that its type does not have.
     sys.modules["transformers"].PreTrainedTokenizerFast = TokenizerFile  # type: ignore[attr-defined]
     # A library under xgrammar would compile an extension for torch.
     os.environ["TVM_FFI_DISABLE_TORCH_C_DLPACK"] = "1"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import msgspec
 
@@ -102,8 +102,7 @@ class Performer:
         match action:
             case AddWorker(role, url):
                 # The pool refuses what is no role.
-                known: Role = role  # type: ignore[assignment]
-                return self._pool.add(known, url).describe()
+                return self._pool.add(cast("Role", role), url).describe()
             case RemoveWorker(url):
                 return self._remove_worker(url)
             case SetRole(url, role):
@@ -137,7 +136,7 @@ class Performer:
         for worker in self._pool.workers:
             if worker.url == url:
                 # The pool refuses what is no role.
-                self._pool.set_role(worker, role)  # type: ignore[arg-type]
+                self._pool.set_role(worker, cast("Role", role))
                 return worker.describe()
         return None
 

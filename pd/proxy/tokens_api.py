@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -76,7 +76,7 @@ def _tokenize(asked: TokenizeRequest, model: ModelView) -> Response:
 def _detokenize(asked: DetokenizeRequest, model: ModelView) -> Response:
     text = model.need_text("tokens")
     is_batch = isinstance(asked.tokens[0], list) if asked.tokens else False
-    lists: list[list[int]] = asked.tokens if is_batch else [asked.tokens]  # type: ignore[assignment,list-item]
+    lists = cast("list[list[int]]", asked.tokens if is_batch else [asked.tokens])
     _check_count(lists, "tokens")
     _check_sum(lists, "tokens")
     length = sum(

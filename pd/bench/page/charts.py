@@ -167,6 +167,7 @@ def _theme(name: str) -> Iterator[None]:
         "svg.fonttype": "none",
         "svg.hashsalt": "pd",
     }
+    # matplotlib's annotations list the names one by one.
     with mpl.rc_context(settings):  # type: ignore[arg-type]
         yield
 

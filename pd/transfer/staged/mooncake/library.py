@@ -81,6 +81,7 @@ def load_library() -> type[Any]:
     if _numbers(found) < _OLDEST:
         oldest = ".".join(map(str, _OLDEST))
         raise SetupError(f"mooncake {found or '(unknown version)'} is older than {oldest}; upgrade")
+    # The package has no annotations.
     return TransferEngine  # type: ignore[no-any-return]
 
 
