@@ -6,13 +6,15 @@ import logging
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pd.core.errors import TransferError
 from pd.transfer.nvlink.launched import LaunchedStores
 from pd.transfer.nvlink.messages import SessionWelcome
 
 if TYPE_CHECKING:
+    import msgspec
+
     from pd.transfer.nvlink.device import PoolMapping, StoreDevice, StoreLane
     from pd.transfer.nvlink.messages import PeerPool
     from pd.transfer.nvlink.sender import NvlinkSender
@@ -151,8 +153,9 @@ class NvlinkLink:
             for sender in list(self._senders):
                 sender.fail(error)
 
-    def message(self, channel: Channel, message: Any) -> None:
-        assert isinstance(message, SessionWelcome)
+    def message(self, channel: Channel, message: msgspec.Struct) -> None:
+        if not isinstance(message, SessionWelcome):
+            raise ValueError(f"a decode node does not send {type(message).__name__}")
         with self.changed:
             if self._session is not None:
                 raise ValueError("it sent a second welcome")

@@ -6,13 +6,15 @@ import logging
 import secrets
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pd.core.errors import TransferError
 from pd.transfer.nvlink.messages import SessionWelcome
 from pd.transfer.wire.channel import LAST_WRITE_SECONDS, QUARANTINE_SECONDS
 
 if TYPE_CHECKING:
+    import msgspec
+
     from pd.transfer.nvlink.receiver import NvlinkReceiver
     from pd.transfer.wire.channel import Channel
 
@@ -69,7 +71,7 @@ class NvlinkSession:
         with self._changed:
             return self._safe_at is not None and time.monotonic() >= self._safe_at
 
-    def message(self, channel: Channel, message: Any) -> None:
+    def message(self, channel: Channel, message: msgspec.Struct) -> None:
         raise ValueError(f"prefill nodes do not send {type(message).__name__}")
 
     def ended(self, channel: Channel, reason: str, proof: bool) -> None:

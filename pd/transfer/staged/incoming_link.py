@@ -25,6 +25,7 @@ from pd.transfer.staged.mover import MoverError
 from pd.transfer.wire.channel import LAST_WRITE_SECONDS, QUARANTINE_SECONDS
 
 if TYPE_CHECKING:
+    import msgspec
     import torch
 
     from pd.transfer.staged.incoming_links import IncomingLinks
@@ -139,7 +140,7 @@ class IncomingLink:
 
     # ---- the hub's thread
 
-    def message(self, channel: Channel, message: Any) -> None:
+    def message(self, channel: Channel, message: msgspec.Struct) -> None:
         if isinstance(message, FilledBuffers):
             self._filled(message.notes)
         elif isinstance(message, Waiting):

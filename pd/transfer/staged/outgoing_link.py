@@ -25,6 +25,7 @@ from pd.transfer.staged.outgoing_writes import OutgoingWrites, StagedBlock
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import msgspec
     import torch
 
     from pd.core.errors import TransferError
@@ -83,7 +84,7 @@ class OutgoingLink:
     def unreachable(self, error: TransferError, final: bool) -> None:
         self.to.unreachable(error, final=final)
 
-    def message(self, channel: Channel, message: Any) -> None:
+    def message(self, channel: Channel, message: msgspec.Struct) -> None:
         if isinstance(message, Freed):
             self._post(lambda: self._on_freed(message))
         elif isinstance(message, BuffersReady):

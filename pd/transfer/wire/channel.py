@@ -22,7 +22,7 @@ import logging
 import socket
 import struct
 import threading
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -47,6 +47,13 @@ LAST_WRITE_SECONDS = 2.0
 QUARANTINE_SECONDS = 20 * 60.0
 
 
+class MessageDecoder(Protocol):
+    """Decodes one message of a few types."""
+
+    def decode(self, data: bytearray, /) -> msgspec.Struct:
+        """Raises ValueError (or a kind of it, from msgspec) if it is none of them."""
+
+
 class ChannelEvents(Protocol):
     """Events of a channel, for its owner. The hub's thread calls them, which must not be held up
     for longer than copies in memory take.
@@ -54,8 +61,11 @@ class ChannelEvents(Protocol):
     An exception breaks the channel as a bad message does.
     """
 
-    def message(self, channel: Channel, message: Any) -> None:
-        """One of the hub's message types arrived."""
+    def message(self, channel: Channel, message: msgspec.Struct) -> None:
+        """One of the messages that the hub's decoder knows has arrived.
+
+        Raises ValueError for one that this side does not take.
+        """
 
     def ended(self, channel: Channel, reason: str, proof: bool) -> None:
         """The channel has ended; nothing is sent or delivered from now on.
@@ -79,11 +89,11 @@ class DialEvents(ChannelEvents, Protocol):
 class MessageReader:
     """Takes a stream of bytes apart into messages, each behind its length."""
 
-    def __init__(self, decoder: msgspec.msgpack.Decoder[Any]) -> None:
+    def __init__(self, decoder: MessageDecoder) -> None:
         self._decoder = decoder
         self._data = bytearray()
 
-    def feed(self, data: bytes) -> list[Any]:
+    def feed(self, data: bytes) -> list[msgspec.Struct]:
         """Messages that are complete with these bytes. Raises ValueError if they are none."""
         self._data += data
         messages, start = [], 0
@@ -115,7 +125,7 @@ class Channel:
         peer: str,
         *,
         inbound: bool,
-        decoder: msgspec.msgpack.Decoder[Any],
+        decoder: MessageDecoder,
         attend: Callable[[Channel], None],
     ) -> None:
         sock.setblocking(False)
@@ -198,7 +208,7 @@ class Channel:
         with self._lock:
             self._flush()
 
-    def read(self) -> tuple[list[Any], str]:
+    def read(self) -> tuple[list[msgspec.Struct], str]:
         """Messages that have arrived, and the reason if the stream has ended.
 
         Raises ValueError (or a kind of it, from msgspec) when the data are no message.

@@ -6,7 +6,7 @@ import logging
 import selectors
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pd.core.starvation import Patience
 from pd.core.waker import Waker
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import msgspec
 
     from pd.core.errors import TransferError
+    from pd.transfer.wire.channel import MessageDecoder
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ class ChannelHub:
         instance_id: str,
         host: str,
         key: bytes | None,
-        decoder: msgspec.msgpack.Decoder[Any],
+        decoder: MessageDecoder,
         accept: Callable[[Channel], ChannelEvents],
         patience: Patience | None = None,
     ) -> None:
@@ -241,7 +242,7 @@ class ChannelHub:
                 self._look_after(channel)
         if not mask & selectors.EVENT_READ or channel not in self._channels:
             return
-        messages: list[Any] = []
+        messages: list[msgspec.Struct] = []
         reason = ""
         if channel.end_reported:
             reason = channel.discard()
@@ -257,7 +258,7 @@ class ChannelHub:
         if reason and channel in self._channels:
             self._ended(channel, reason)
 
-    def _deliver(self, channel: Channel, message: Any) -> None:
+    def _deliver(self, channel: Channel, message: msgspec.Struct) -> None:
         assert channel.events is not None
         events = channel.events
         self._guard(channel, lambda: events.message(channel, message))
