@@ -23,7 +23,7 @@ class _Sent(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Prompt:
+class _SentPrompt:
     """A prompt that was sent to a node.
 
     Attributes:
@@ -53,7 +53,7 @@ class LoadEstimate:
         self.promised = 0.0
         self._reported_at = 0.0
         # Prompts that the report does not know of.
-        self._prompts: list[_Prompt] = []
+        self._prompts: list[_SentPrompt] = []
         self._sent = _Sent()
         # What had been sent before the heartbeat that the report answers, and before later ones.
         self._known = _Sent()
@@ -83,7 +83,7 @@ class LoadEstimate:
     def prompt_sent(self, seconds: float) -> int:
         """A prompt was sent there whose computation is expected to take so long, or (below 0) was
         asked back. Returns the number of the last heartbeat, for :meth:`prompt_over`."""
-        self._prompts.append(_Prompt(self._beats, time.monotonic(), seconds, seconds))
+        self._prompts.append(_SentPrompt(self._beats, time.monotonic(), seconds, seconds))
         return self._beats
 
     def prompt_over(self, seconds: float, beat: int) -> None:
