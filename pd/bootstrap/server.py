@@ -112,7 +112,8 @@ async def _respond(
         logger.warning("refused a handshake: %s", error)
         response = _error(409, error, {})
     except PDError as error:
-        refused.warn(f"refused {request.method} {request_target(request.scope)}: {error}")
+        # NOTE: without its query, which may be long. The path is that of a route.
+        refused.warn(f"refused {request.method} {request.scope['path']}: {error}")
         response = _error(error.status, error, {})
     if verifier is not None and nonce:
         signature = sign_reply(verifier.key, nonce, response.status_code, bytes(response.body))
@@ -129,7 +130,7 @@ async def _answered(request: Request, answer: Answer, body: bytes) -> bytes:
         raise
     except Exception as error:
         # Such as of a transfer backend that cannot connect to the peer.
-        what = f"{request.method} {request_target(request.scope)} failed"
+        what = f"{request.method} {request.scope['path']} failed"
         logger.exception(what)
         raise PDError(f"{what}: {type(error).__name__}: {error}") from error
 

@@ -271,7 +271,7 @@ class NodeHeartbeat(Message):
     Attributes:
         ready: accepts new requests.
         queued_tokens: prompt tokens not yet computed (prefill) or reserved (decode).
-        running: requests on the node.
+        running: requests on the node that have not ended.
         losses: how often the node gave up the requests of this proxy, because messages were lost or
             the proxy was silent. When the number grows, the proxy gives up what it has at the node.
         run_delay: run delay of the node in seconds (:mod:`pd.core.starvation`).

@@ -11,8 +11,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# After an answer nothing is done for so many times as long as it took, and for no longer than as if
-# it had taken the second number of seconds: strangers can have a tenth of the time, at most.
+# After an answer nothing is done for so many times as long as it took, so that strangers can have a
+# tenth of the time at most; but for no longer than as if it had taken the second number of seconds,
+# lest callers wait for long.
 _REST, _MOST_SECONDS = 9, 0.05
 
 

@@ -308,7 +308,7 @@ class Node:
             sender=self.instance_id,
             ready=self.ready,
             queued_tokens=self.queued_tokens,
-            running=len(self.rooms),
+            running=sum(1 for _ in self.rooms.live()),
             losses=self.proxies.losses(proxy),
             run_delay=RUN_DELAY.total,
             linked=None if self.receiving is None else self.receiving.linked(),

@@ -57,9 +57,9 @@ class RoleLease:
         is_holder = proxy == self._holder and order.term == self._term
         if not order.fixed and (self._fixed or not is_holder or order.role is None):
             logger.info(
-                "not a %s node by order of proxy %.64r in term %d: %s",
-                order.role,
+                "proxy %.64r may not order a role (%s) in term %d: %s",
                 proxy,
+                order.role,
                 order.term,
                 "an administrator set the role" if self._fixed else f"the term is {self._term}",
             )

@@ -47,7 +47,8 @@ class History(NamedTuple):
     """The attempts before one.
 
     Attributes:
-        losses: how many of them were lost; the first refusal of each node does not count.
+        losses: how many of them were lost; the first refusal of each process of a node does not
+            count.
         reason: why the last of them was lost, or moved; empty without any.
         deaths: those of nodes that died one after the other with one of them in their steps, while
             it got no further.

@@ -65,8 +65,8 @@ class Failovers:
         # Suspected attempts whose turn to be tried has not come, and the errors of those before.
         self._turns: dict[Attempt, PDError] = {}
         self._look: asyncio.TimerHandle | None = None
-        # When the last heartbeat of each node came, and since when nodes are to be empty whose
-        # streams wait for the heartbeats of others.
+        # When the last heartbeat of each node came, and since when nodes are to be empty. Streams
+        # leave these once every other node has told its state since.
         self._heard: WeakKeyDictionary[Worker, float] = WeakKeyDictionary()
         self._leaving: dict[Worker, float] = {}
 

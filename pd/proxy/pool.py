@@ -176,13 +176,17 @@ class WorkerPool:
             )
         if role == "auto":
             log.info("proxies move the role of %s node %s by request", worker.role, worker.url)
-            wanted, worker.role_is_fixed = None, False
+            worker.free_role()
         else:
             log.info("%s node %s is a %s node by request", worker.role, worker.url, role)
-            wanted, worker.role_is_fixed = role, True
-            worker.role = role
+            worker.fix_role(role)
         if worker.roles is not None:
-            worker.order_role(self._sockets.instance_id, wanted, fixed=True)
+            self._tell_order(worker)
+
+    def _tell_order(self, worker: Worker) -> None:
+        """Tell an elastic node the last order of an administrator."""
+        role = worker.role if worker.role_is_fixed else None
+        worker.order_role(self._sockets.instance_id, role, fixed=True)
 
     def _order(self, worker: Worker, role: Role) -> None:
         """Move the role of an elastic node whose lease this proxy has."""
@@ -203,6 +207,7 @@ class WorkerPool:
                 worker.channel.close()
             if worker.alive:
                 self._heartbeats.remove(worker.instance_id)
+            worker.alive = worker.leaving = False
             for other in self.workers:
                 other.partner_lost(worker)
             self._on_change()
@@ -292,8 +297,7 @@ class WorkerPool:
             return
         if not self._make_way(worker, info):
             return
-        worker.claimed = info
-        worker.tree = None
+        worker.meets(info)
         try:
             worker.channel = self._sockets.open(
                 info.endpoints.zmq,
@@ -349,7 +353,7 @@ class WorkerPool:
         before = worker.ready
         worker.heard(message)
         if worker.lacks_order:
-            worker.order_role(self._sockets.instance_id, worker.role, fixed=True)
+            self._tell_order(worker)
         self._on_heartbeat(worker)
         if worker.ready != before:
             self._on_change()

@@ -232,7 +232,7 @@ class Predictor:
         least = max(_LEAST_GAIN, min(_GAIN_SECONDS, _GAIN_SHARE * objective))
         is_faster = present.ttft > max(found.ttft + least, found.ttft * _LEAST_RATIO)
         is_faster &= cost > found.cost
-        return found if is_faster and found.misses <= misses else None
+        return found if is_faster and found.misses <= misses + _EQUAL_MISSES else None
 
     def ttft_objective(self, worker: Worker, demand: Demand) -> float:
         """Seconds in which the first token of a request should come."""
@@ -328,7 +328,7 @@ _RANKS = {"decode": 0, "unified": 1, "prefill": 2}
 
 
 def _by_second(second: _Second) -> tuple[float, bool, int, float]:
-    return second.misses, second.is_slow, _RANKS[second.worker.role], second.step
+    return second.misses // _EQUAL_MISSES, second.is_slow, _RANKS[second.worker.role], second.step
 
 
 def _by_preference(choice: Predicted) -> tuple[bool, bool, float]:

@@ -77,6 +77,7 @@ class Suspicion:
         known, until = self._under_way.get(node, (None, 0.0))
         if known is not None and self._clock() <= until:
             if known.requests >= present:
+                self._under_way[node] = known, math.inf
                 return known
             present |= known.requests
         return self._add(node, present, math.inf, others=others)

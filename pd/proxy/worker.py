@@ -143,6 +143,8 @@ class Worker:
     def __init__(self, role: Role, url: str, itl: float = 0.0) -> None:
         self.added_as = self.role = role
         self.role_is_fixed = False
+        # An administrator left the role to proxies, which the node may not know.
+        self._frees_role = False
         self.roles: RoleState | None = None
         self.wants_lease = False
         # Orders of administrators of which the node had told when its role was taken last.
@@ -288,22 +290,40 @@ class Worker:
             self._take_role(self.roles)
         self.problem = "" if heartbeat.ready else "the node is not ready or drains"
 
+    def meets(self, info: ServerInfo) -> None:
+        """A process answers at the URL that is not known yet, or was lost."""
+        if info.instance_id != self.instance_id:
+            self._administered = 0
+        self.claimed, self.tree = info, None
+
+    def fix_role(self, role: Role) -> None:
+        """An administrator sets the role of an elastic node."""
+        self.role, self.role_is_fixed, self._frees_role = role, True, False
+
+    def free_role(self) -> None:
+        """An administrator leaves the role of an elastic node to proxies."""
+        self.role_is_fixed, self._frees_role = False, True
+
     def _take_role(self, state: RoleState) -> None:
         """Take the role that an elastic node prefers: if it got no order since its start, the one
         with which it was started. An administrator's is given up only for an administrator's, or
         if the node got an order to leave the role to proxies since."""
         assert self.info is not None
         is_later = state.administered > self._administered
+        self._frees_role &= state.fixed and not is_later
+        if self._frees_role:
+            return  # it does not know yet that its role is fixed no more
         if state.fixed or is_later or not self.role_is_fixed:
             self.role, self.role_is_fixed = state.role or self.info.role, state.fixed
         self._administered = state.administered
 
     @property
     def lacks_order(self) -> bool:
-        """Whether an elastic node does not know the role that an administrator set: it was started
-        again, or the order was lost."""
-        lacks = self.role_is_fixed and self.roles is not None and not self.roles.fixed
-        return lacks and self._answered > self._ordered
+        """Whether an elastic node does not know an administrator's last order: it was started again
+        or out of reach, or the order was lost."""
+        if self.roles is None or self._answered <= self._ordered:
+            return False
+        return self._frees_role if self.roles.fixed else self.role_is_fixed
 
     def order_role(self, sender: str, role: Role | None, *, fixed: bool) -> None:
         """Have an elastic node prefer a role; its next heartbeats say whether it does.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from failing_nodes import (
@@ -91,6 +91,24 @@ def test_a_node_that_is_to_be_empty_finishes_what_no_other_could(cluster: Cluste
     node.say(request, TOKENS[1:], position=1, finish=Finish("length"))
     assert asked.result()["output_ids"] == TOKENS
     assert (len(node.generates), node.aborts) == (1, [])
+
+
+@pytest.mark.one_process("looks into the process")
+def test_a_node_that_was_removed_while_it_left_is_forgotten(cluster: Cluster) -> None:
+    nodes = [cluster.node("unified", auto=False) for _ in range(2)]
+    proxy = cluster.proxy(failover="on", text=False)
+    client = cluster.client(proxy)
+    asked = Asked(client, {})
+    first, request = asked_of(nodes)
+    first.say(request, TOKENS[:1], cached_tokens=0)
+    asked.wait_tokens(1)
+    assert client.delete(f"/workers/{first.instance_id}").status_code == 200
+    first.ready, first.leaving = False, True
+    other, second = next_of(nodes, first)
+    other.say(second, TOKENS[1:], position=1, finish=Finish("length"))
+    assert asked.result()["output_ids"] == TOKENS
+    served: Any = proxy.proxy
+    wait_until(lambda: not served._dispatcher._failovers._leaving)
 
 
 def test_nodes_that_leave_together_do_not_send_each_other_their_streams(

@@ -11,7 +11,7 @@ import pytest
 from elastic_workers import COST, ITL, report, worker
 
 from pd.core.node_load import NodeLoad
-from pd.core.step_cost import StepShape
+from pd.core.step_cost import LEAST_SLICE, StepShape
 from pd.proxy import load_estimate
 from pd.proxy.policies import CacheAware, Prompt
 from pd.proxy.prediction import Demand, Predictor
@@ -325,6 +325,21 @@ def test_a_waiting_request_moves_for_an_earlier_first_token_only() -> None:
     moved = predictor.better(present, [p], [p, d], many, lambda *_: True)
     assert moved is not None
     assert moved.first is p
+
+
+def test_a_waiting_request_moves_past_a_node_whose_steps_are_a_hair_too_long() -> None:
+    """Choosing takes misses that differ little for equal, so moving does, too."""
+    predictor, wanted = Predictor(2.0), demand(1_000)
+    p, a = worker("prefill", "p"), worker("decode", "a", streams=20)
+    step = COST.seconds(StepShape(tokens=LEAST_SLICE, streams=20, context=2_000))
+    report(a, streams=20, context=2_000, itl=step / 1.003)
+    b = worker("decode", "b", queue_seconds=0.3)
+    waiting = predictor.choose([p], [p], wanted, lambda *_: True)
+    assert waiting is not None
+    present = waiting._replace(ttft=1.2)
+    moved = predictor.better(present, [a, b], [p, a, b], wanted, lambda *_: True)
+    assert moved is not None
+    assert moved.first is a
 
 
 def test_a_waiting_request_moves_only_to_nodes_that_will_be_chosen_for_it() -> None:

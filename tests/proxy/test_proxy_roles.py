@@ -232,7 +232,7 @@ def heartbeat(node: Worker, roles: RoleState | None) -> None:
 def start_again(node: Worker, **info: object) -> None:
     node.lost("it died")
     assert node.info is not None
-    node.claimed = msgspec.structs.replace(node.info, **info)
+    node.meets(msgspec.structs.replace(node.info, **{"instance_id": "another", **info}))
 
 
 def test_a_node_that_is_started_again_has_its_own_role() -> None:
@@ -266,6 +266,30 @@ def test_a_role_that_an_administrator_gave_back_is_no_more_fixed_at_any_proxy() 
     assert (node.role, node.role_is_fixed, node.lacks_order) == ("decode", False, False)
     heartbeat(node, RoleState(role="unified", decider="another", term=1, administered=2))
     assert node.role == "unified"
+
+
+def test_a_role_that_was_given_back_while_the_node_was_out_of_reach_is_given_back_later() -> None:
+    node = worker("prefill", "node")
+    heartbeat(node, RoleState(role="decode", fixed=True, administered=1))
+    node.lost("its link is cut")
+    node.free_role()
+    heartbeat(node, RoleState(role="decode", fixed=True, administered=1))
+    assert (node.role_is_fixed, node.lacks_order) == (False, True)
+    # Another proxy's administrator has fixed it since.
+    heartbeat(node, RoleState(role="unified", fixed=True, administered=2))
+    assert (node.role, node.role_is_fixed, node.lacks_order) == ("unified", True, False)
+    node.free_role()
+    heartbeat(node, RoleState(role="unified", administered=3))
+    assert (node.role_is_fixed, node.lacks_order) == (False, False)
+
+
+def test_a_restarted_node_counts_orders_of_administrators_anew() -> None:
+    node = worker("prefill", "node")
+    heartbeat(node, RoleState(role="decode", fixed=True, administered=3))
+    start_again(node)
+    # Meanwhile another proxy fixed it, and an administrator gave it back there.
+    heartbeat(node, RoleState(role="decode", administered=2))
+    assert (node.role_is_fixed, node.lacks_order) == (False, False)
 
 
 def test_a_node_that_is_elastic_no_more_has_the_role_with_which_it_was_added() -> None:

@@ -63,6 +63,16 @@ def test_those_that_were_in_the_same_steps_are_given_one_more_node() -> None:
     assert len(row) == DEATHS_IN_COMPANY
 
 
+def test_a_node_that_hangs_after_a_failed_step_has_died_once_for_as_long_as_it_hangs() -> None:
+    deaths = Deaths()
+    first = deaths.suspicion.note_step("node", [R])
+    for _ in range(4):
+        deaths.now += BROKEN_SECONDS / 2
+        assert deaths.suspicion.note("node", []) is first
+    deaths.now += 1.0
+    assert deaths.suspicion.convicts(R, (first, deaths.of(R)))
+
+
 def test_requests_of_other_processes_are_company_that_nobody_here_knows() -> None:
     deaths = Deaths()
     row = (deaths.of(R, others=True), deaths.of(R, others=True))
