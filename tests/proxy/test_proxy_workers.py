@@ -151,7 +151,10 @@ def test_requests_that_a_node_gave_up_unheard_fail(
     prefill.wait_generate()
     decode.wait_generate()
     decode.losses += 1
+    before = dict(decode.heartbeats)
     failed(result, "it gave up its requests")
+    # Until it knows of the loss, another process sends what it will fail.
+    wait_until(lambda: all(decode.heartbeats[name] > count + 2 for name, count in before.items()))
     works_again(proxy, prefill, decode)
 
 
