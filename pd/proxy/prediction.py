@@ -29,6 +29,8 @@ _FULL_MISS = 0.25
 _MOST_LATE = 32.0
 # Choices whose misses differ by no more than this are equal in these.
 _EQUAL_MISSES = 0.5
+# Full steps that a node may have begun: one that is computed, and one that is launched behind it.
+_STEPS_UNDER_WAY = 2
 # Where prompts take a smaller part of the nodes' time, answers are generated where steps are
 # shortest.
 _FEW_PROMPTS = 0.1
@@ -138,14 +140,22 @@ class _First(NamedTuple):
 
 
 class _Second(NamedTuple):
-    """A node that may generate the answer: streams that would miss their objective, a step with
-    this one and its seconds, less for a prefix that need not travel, and whether that is to be
-    avoided."""
+    """A node that may generate the answer.
+
+    Attributes:
+        misses: streams that would miss their objective.
+        shape: of a step with this answer.
+        step: its seconds, less for a prefix that need not travel.
+        busy: seconds for which it may be in steps that it began without a thought of answers, since
+            it had none; an answer that comes before would stop until they end.
+        is_slow: whether steps are shorter at another node, and prompts are few.
+    """
 
     worker: Worker
     misses: float
     shape: StepShape
     step: float
+    busy: float
     is_slow: bool = False
 
     def compared_with(self, other: _Second) -> _Second:
@@ -280,7 +290,12 @@ class Predictor:
         cached = worker.tree.match(*demand.prompt) if worker.tree else 0
         if demand.tokens - cached > load.free_tokens:
             misses += demand.streams  # they would wait for memory
-        return _Second(worker, misses, shape, step * (1 - 0.2 * cached / demand.length))
+        busy = 0.0
+        if not decoding.streams:
+            cost, chunk = load.reported.cost, load.reported.chunk
+            full = cost.prefill_seconds(0, chunk, chunk, _IDLE)
+            busy = min(load.queue_seconds, _STEPS_UNDER_WAY * full)
+        return _Second(worker, misses, shape, step * (1 - 0.2 * cached / demand.length), busy)
 
 
 def might_gain(ttft: float, shortest: float) -> bool:
@@ -317,11 +332,18 @@ def _choices(
     own = by_worker.get(worker)
     if own is not None:
         yield first.with_decode(worker, first.misses + own.misses, is_slow=own.is_slow)
+    stopped: _Second | None = None
     for second in seconds:
         other = second.worker
-        if other is not worker and _may_travel(worker, other, demand) and fit(worker, other):
+        if other is worker or not _may_travel(worker, other, demand) or not fit(worker, other):
+            continue
+        if second.busy <= first.ttft:
             yield first.with_decode(other, first.misses + second.misses, is_slow=second.is_slow)
             return
+        stopped = stopped or second
+    if stopped is not None:
+        misses = first.misses + stopped.misses + demand.streams
+        yield first.with_decode(stopped.worker, misses, is_slow=stopped.is_slow)
 
 
 _RANKS = {"decode": 0, "unified": 1, "prefill": 2}

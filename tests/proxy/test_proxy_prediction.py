@@ -327,6 +327,22 @@ def test_a_waiting_request_moves_for_an_earlier_first_token_only() -> None:
     assert moved.first is p
 
 
+def test_an_answer_does_not_go_where_a_long_step_is_under_way_when_its_first_token_is_there() -> (
+    None
+):
+    """Where it is generated no answer was expected when the step began. A node with answers, or one
+    that has time to get ready, computes in short steps."""
+    p = worker("prefill", "p")
+    d = worker("decode", "d", queued_tokens=32_000, queue_seconds=1.0)
+    short, long = demand(2_000), demand(30_000)
+    assert way([p, d], short) == ("p", "p")
+    assert way([p, d], long) == ("p", "d")
+    another = worker("decode", "another")
+    assert way([p, d, another], short) == ("p", "another")
+    report(d, queued_tokens=32_000, queue_seconds=1.0, streams=1, context=100)
+    assert way([p, d], short) == ("p", "d")
+
+
 def test_a_waiting_request_moves_past_a_node_whose_steps_are_a_hair_too_long() -> None:
     """Choosing takes misses that differ little for equal, so moving does, too."""
     predictor, wanted = Predictor(2.0), demand(1_000)
