@@ -26,6 +26,7 @@ class NodeLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         queue_seconds: predicted time until these are computed.
         streams: sequences that are generated here, or will be when their prompts are computed.
         answering: those of them that are generated now, or that are predicted to be very soon.
+        awaits: whether answers may come from other nodes at any time, so that no step is long.
         context: tokens of the streams.
         free_tokens: tokens whose KV new requests can have room for.
         chunk: tokens of a step (``--chunked-prefill-size``).
@@ -39,6 +40,7 @@ class NodeLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     queue_seconds: _Seconds = 0.0
     streams: _Count = 0
     answering: _Count = 0
+    awaits: bool = False
     context: _Count = 0
     free_tokens: _Count = 0
     chunk: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)] = 1

@@ -38,6 +38,8 @@ def node_load(
     own = (each.request for each in prefill.queued() if each.request.outgoing is None)
     streams = with_answers(streams, own)
     waiting = sum(len(each.prompt) for each in prefill.waiting if each.outgoing is None)
+    if receiving is not None:
+        waiting += receiving.queued_tokens
     tokens, pairs = prefill.uncached()
     cost = core.costs.cost
     middle = int(pairs / tokens) if tokens else 0
@@ -50,6 +52,7 @@ def node_load(
         queue_seconds=min(queue, MAX_SECONDS),
         streams=streams.streams,
         answering=beside.streams,
+        awaits=receiving is not None and receiving.awaits,
         context=int(streams.context),
         free_tokens=max(0, core.memory.available * core.memory.page_size - waiting),
         chunk=core.config.chunked_prefill_size,

@@ -291,7 +291,7 @@ class Predictor:
         if demand.tokens - cached > load.free_tokens:
             misses += demand.streams  # they would wait for memory
         busy = 0.0
-        if not decoding.streams:
+        if not load.reported.answering and not load.reported.awaits:
             cost, chunk = load.reported.cost, load.reported.chunk
             full = cost.prefill_seconds(0, chunk, chunk, _IDLE)
             busy = min(load.queue_seconds, _STEPS_UNDER_WAY * full)

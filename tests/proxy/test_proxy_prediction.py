@@ -339,8 +339,9 @@ def test_an_answer_does_not_go_where_a_long_step_is_under_way_when_its_first_tok
     assert way([p, d], long) == ("p", "d")
     another = worker("decode", "another")
     assert way([p, d, another], short) == ("p", "another")
-    report(d, queued_tokens=32_000, queue_seconds=1.0, streams=1, context=100)
-    assert way([p, d], short) == ("p", "d")
+    for short_steps in ({"streams": 1, "context": 100}, {"awaits": True}):
+        report(d, queued_tokens=32_000, queue_seconds=1.0, **short_steps)
+        assert way([p, d], short) == ("p", "d")
 
 
 def test_a_waiting_request_moves_past_a_node_whose_steps_are_a_hair_too_long() -> None:
