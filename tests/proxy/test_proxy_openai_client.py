@@ -77,6 +77,9 @@ def test_completions(client: openai.OpenAI) -> None:
 def test_errors_are_the_clients_classes(cluster: Cluster, client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="max_tokens"):
         client.completions.create(model="fake", prompt="hello", max_tokens=-1)
+    with pytest.raises(openai.BadRequestError, match="maximum context length is") as too_long:
+        client.completions.create(model="fake", prompt=[5] * 5000)
+    assert too_long.value.code == "context_length_exceeded"
     with pytest.raises(openai.NotFoundError, match="gpt"):
         client.chat.completions.create(model="gpt", messages=HELLO)
     with pytest.raises(openai.AuthenticationError):
