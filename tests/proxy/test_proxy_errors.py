@@ -317,6 +317,7 @@ ASKS_FOR_NOTHING = [
     completion(best_of=1, suffix="", tools=[], max_tokens=None),
     chat(add_special_tokens=False, tools=[], tool_choice="none", echo=False),
     chat(include_reasoning=True, reasoning_effort="high"),
+    chat(reasoning_effort="max"),
     chat(messages=[*HELLO, {"role": "assistant", "content": None}, *HELLO]),
     generate({"max_tokens": None, "max_new_tokens": 3, "regex": None}),
     ("/tokenize", {"messages": HELLO, "tools": [], "chat_template": None, "documents": []}),
