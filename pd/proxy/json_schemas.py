@@ -7,6 +7,7 @@ for it (:mod:`pd.grammar.json_schemas`).
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from pd.core.brief import brief
@@ -93,6 +94,23 @@ def what_is_not_enforced(schema: object, where: str = "") -> str | None:
         if found is not None:
             return f"{found} {_at(where, str(place))}"
     return None
+
+
+def read_over(schema: Any) -> Any:
+    """A copy of a schema without what xgrammar would misread: patterns that are not enforced, and
+    formats beside patterns that are, which it would put in their place.
+
+    Raises TypeError, ValueError, RecursionError for what is no JSON.
+    """
+    copy = json.loads(json.dumps(schema))
+    for _, part in subschemas(copy):
+        if not isinstance(part, dict) or not isinstance(part.get("pattern"), str):
+            continue
+        if what_is_not_enforced_of(part["pattern"]) is not None:
+            del part["pattern"]
+        else:
+            part.pop("format", None)
+    return copy
 
 
 def what_of_tags_is_not_enforced(structural_tag: object) -> str | None:

@@ -288,6 +288,32 @@ def test_what_is_enforced_is_accepted(schema: Any) -> None:
     assert what_is_not_enforced(schema) is None
 
 
+LETTERS = "^[a-c]{2}$"
+# What zod wrote for an e-mail address.
+LOOKS_AHEAD = r"^(?!\.)(?!.*\.\.)([A-Za-z.]*)[A-Za-z]@([A-Za-z]+\.)+[A-Za-z]{2,}$"
+
+
+@pytest.mark.parametrize(
+    ("schema", "allowed", "forbidden"),
+    [
+        ({"type": "string", "format": "date", "pattern": LETTERS}, "ab", "2020-01-01"),
+        ({"type": "string", "format": "uuid", "pattern": LETTERS}, "ab", "a"),
+        ({"type": "string", "format": "email", "pattern": LOOKS_AHEAD}, "a@b.cd", "a"),
+        ({"type": "string", "pattern": LOOKS_AHEAD}, "anything", 1),
+        ({"type": "array", "items": {"type": "string", "pattern": "^(?=a)"}}, ["b"], [1]),
+    ],
+    ids=repr,
+)
+def test_what_is_read_over_is_not_misread(schema: Any, allowed: Any, forbidden: Any) -> None:
+    """xgrammar takes a format before a pattern, and a lookahead for a group."""
+    before = json.dumps(schema)
+    assert what_is_not_enforced(schema) is not None
+    written = json.loads(schema_grammar(schema, "x", strict=False).text)
+    assert takes(written, allowed)
+    assert not takes(written, forbidden)
+    assert json.dumps(schema) == before
+
+
 def test_where_it_is_and_how_deep_is_said() -> None:
     inner = {"type": "array", "items": {"type": "integer", "multipleOf": 2}}
     found = what_is_not_enforced({"type": "object", "properties": {"list": inner}})

@@ -235,6 +235,11 @@ BAD_REQUESTS: list[tuple[tuple[str, Any], str, str | None]] = [
     (completion(use_beam_search=True), "use_beam_search", "use_beam_search"),
     (completion(response_format={"type": "grammar"}), "not 'grammar'", "response_format"),
     (completion(response_format=schema_format({"not": {}})), "'not'", "response_format"),
+    (
+        completion(response_format=schema_format({"not": {}})),
+        "not enforced by this server; with strict set to false it is read over",
+        "response_format",
+    ),
     (completion(response_format=schema_format(5)), "'schema'", "response_format"),
     (chat(response_format={"type": "structural_tag"}), "object 'format'", "response_format"),
     (
