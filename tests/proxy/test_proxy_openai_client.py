@@ -89,6 +89,14 @@ def test_errors_are_the_clients_classes(cluster: Cluster, client: openai.OpenAI)
         client.chat.completions.create(model="fake", messages=HELLO, response_format=schema)
 
 
+def test_a_request_whose_time_is_over_is_not_sent_again(cluster: Cluster) -> None:
+    prefill, _ = cluster.pair(auto=False)
+    client = openai.OpenAI(base_url=cluster.proxy().url + "/v1", api_key="key", max_retries=2)
+    with pytest.raises(openai.APIStatusError, match=r"0\.2 s"):
+        client.chat.completions.create(model="fake", messages=HELLO, extra_body={"timeout": 0.2})
+    assert len(prefill.generates) == 1
+
+
 def test_an_error_in_a_stream_raises(cluster: Cluster) -> None:
     prefill, decode = cluster.pair(auto=False)
     url = cluster.proxy().url
