@@ -51,6 +51,13 @@ class InvalidRequestError(PDError):
     kind, status, type = "invalid_request", 400, "invalid_request_error"
 
 
+class ContextLengthError(InvalidRequestError):
+    """The prompt, or it and the answer, is longer than the model or its nodes can hold. ``kind`` is
+    OpenAI's word for it."""
+
+    kind = "context_length_exceeded"
+
+
 class AuthenticationError(PDError):
     """The API key is missing or wrong."""
 
@@ -152,6 +159,7 @@ _BY_KIND: dict[str, type[PDError]] = {
     for cls in (
         PDError,
         InvalidRequestError,
+        ContextLengthError,
         AuthenticationError,
         NotFoundError,
         DeadlineExceededError,

@@ -6,10 +6,12 @@ its request is complete.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from typing import TYPE_CHECKING
 
+import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -38,6 +40,9 @@ MAX_HEADERS = 256
 MAX_PIPELINED = 16
 # Bytes of these requests, heads and bodies.
 MAX_PIPELINED_BYTES = 16 << 10
+# Headers by which a request offers another protocol (Java's client offers HTTP/2), and the tokens
+# of ``Connection`` that name them.
+_OFFERS = (b"upgrade", b"http2-settings")
 
 
 class _OneWarningASecond(logging.Filter):
@@ -117,6 +122,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._incoming: RequestResponseCycle | None = None
         # What comes is not read any more.
         self._has_refused = False
+        # The head that was read offers another protocol, and was not taken for a request yet.
+        self._is_offer = False
 
     def refuse(self, status: int, reason: str, message: str) -> None:
         """Take no more requests. The one that comes is answered so and the connection is closed; if
@@ -211,7 +218,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._head_bytes += len(data)
         if self._body_since is not None:
             self._framed_bytes += len(data)
-        super().data_received(data)
+        self._feed(data)
         if self._body_since is not None:
             self._head_bytes = 0
             around = self._framed_bytes - self._body_bytes
@@ -222,6 +229,46 @@ class GuardedProtocol(HttpToolsProtocol):
             self.refuse(
                 431, reason, f"the request's headers exceed {self._limits.head_bytes} bytes"
             )
+
+    def _feed(self, data: bytes) -> None:
+        """Have the parser read, as uvicorn does; but a request that offers another protocol is read
+        once more without the offer. The parser would take its body for that protocol, and then for
+        further requests."""
+        self._unset_keepalive_if_required()
+        is_read = False
+        while not is_read:
+            try:
+                self.parser.feed_data(data)
+                is_read = True
+            except httptools.HttpParserError:
+                message = "Invalid HTTP request received."
+                self.logger.warning(message)
+                self.send_400_response(message)
+                is_read = True
+            except httptools.HttpParserUpgrade as upgrade:
+                is_read = not self._is_offer
+                if self._is_offer:
+                    data = self._head_without_offer() + data[upgrade.args[0] :]
+                    self._begin_again()
+
+    def _begin_again(self) -> None:
+        """Have a new parser read what comes, of which nothing was taken for a request."""
+        self._is_offer = False
+        self.parser = httptools.HttpRequestParser(self)
+        with contextlib.suppress(AttributeError):  # httptools before 0.6.3
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+
+    def _head_without_offer(self) -> bytes:
+        """The head that was read last, without the headers that offer another protocol."""
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        for name, value in self.headers:
+            if name == b"connection":
+                tokens = [token.strip() for token in value.split(b",")]
+                value = b", ".join(token for token in tokens if token.lower() not in _OFFERS)
+            if name not in _OFFERS:
+                lines.append(b"%b: %b" % (name, value))
+        return b"\r\n".join([*lines, b"", b""])
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -236,6 +283,9 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade() and any(name == b"upgrade" for name, _ in self.headers):
+            self._is_offer = True
+            return
         if len(self.pipeline) >= MAX_PIPELINED:
             self._problem = f"more than {MAX_PIPELINED} requests wait for the answer to the first"
             raise ValueError(self._problem)
@@ -285,6 +335,8 @@ class GuardedProtocol(HttpToolsProtocol):
             self._bound_pipelined()
 
     def on_message_complete(self) -> None:
+        if self._is_offer:
+            return
         super().on_message_complete()
         self._incoming, self._body_since, self._head_bytes = None, None, 0
 

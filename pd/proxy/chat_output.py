@@ -154,7 +154,8 @@ def _constrained(asked: ChatRequest) -> list[Function]:
     assert asked.tools is not None
     choice, functions = asked.choice, asked.tools.functions
     if choice.mode == "required":
-        return [f for f in functions if choice.name in (None, f.name)]
+        chosen = [f for f in functions if choice.name in (None, f.name)]
+        return list(map(tags.without_what_is_misread, chosen))
     if asked.response_grammar is None and not any(f.strict for f in functions):
         return []
     return [f if f.strict else _any_arguments(f) for f in functions]

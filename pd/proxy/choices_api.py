@@ -168,7 +168,7 @@ def _option(
     try:
         model.limits.check_prompt(len(option.token_ids), 1, explicit=False)
     except InvalidRequestError as error:
-        raise InvalidRequestError(f"with {param}, {error.message}", param=param) from None
+        raise type(error)(f"with {param}, {error.message}", param=param) from None
     return option
 
 

@@ -7,6 +7,7 @@ for it (:mod:`pd.grammar.json_schemas`).
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from pd.core.brief import brief
@@ -24,6 +25,9 @@ from pd.proxy.patterns import what_is_not_enforced_of
 
 # Steps from the root to a schema, of which one inside an object's properties takes two.
 MAX_STEPS = 128
+# References that lead to references, and required properties that may tell objects apart, as far as
+# they are looked at.
+_MAX_REFERENCES, _MAX_DISCRIMINATORS = 8, 16
 # Characters of the way to a schema in messages.
 _MAX_PLACE = 200
 _NOT_ENFORCED = (
@@ -65,6 +69,8 @@ _WHOLE = ("$ref", "enum", "const", "anyOf", "oneOf", "allOf")
 _ANNOTATIONS = frozenset(
     ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly")
 ) | {"$schema", "$id", "$comment", "$defs", "definitions", "$anchor", "$dynamicAnchor"}
+# OpenAPI's, which pydantic writes beside the 'oneOf' that says it all.
+_ANNOTATIONS |= {"discriminator"}
 _DIALECTS = ("http://json-schema.org/", "https://json-schema.org/")
 _PLAIN_TYPES = {
     "string": str,
@@ -88,6 +94,23 @@ def what_is_not_enforced(schema: object, where: str = "") -> str | None:
         if found is not None:
             return f"{found} {_at(where, str(place))}"
     return None
+
+
+def read_over(schema: Any) -> Any:
+    """A copy of a schema without what xgrammar would misread: patterns that are not enforced, and
+    formats beside patterns that are, which it would put in their place.
+
+    Raises TypeError, ValueError, RecursionError for what is no JSON.
+    """
+    copy = json.loads(json.dumps(schema))
+    for _, part in subschemas(copy):
+        if not isinstance(part, dict) or not isinstance(part.get("pattern"), str):
+            continue
+        if what_is_not_enforced_of(part["pattern"]) is not None:
+            del part["pattern"]
+        else:
+            part.pop("format", None)
+    return copy
 
 
 def what_of_tags_is_not_enforced(structural_tag: object) -> str | None:
@@ -238,8 +261,11 @@ def _complaint_of_whole(root: object, part: dict[str, Any], keyword: str) -> str
         return f"the keyword {keyword!r} with nothing but 'false', which allows nothing,"
     if keyword == "allOf" and len(several) > 1:
         return "the keyword 'allOf' with several schemas"
-    if keyword == "oneOf" and not _differ([each for each in several if each is not False]):
-        return "the keyword 'oneOf' with schemas that are not of different types"
+    if keyword == "oneOf" and not _differ(root, [each for each in several if each is not False]):
+        return (
+            "the keyword 'oneOf' with schemas that neither are of different types nor require a "
+            "property of which each has constants of its own"
+        )
     return None
 
 
@@ -264,11 +290,55 @@ def _is_of_type(value: object, kind: object) -> bool:
     return isinstance(kind, str) and type(value) is _PLAIN_TYPES.get(kind)
 
 
-def _differ(schemas: list[Any]) -> bool:
-    """Whether no instance can be of two of these schemas, by their types."""
+def _differ(root: object, schemas: list[Any]) -> bool:
+    """Whether no instance can be of two of these schemas, by their types or, if it is an object, by
+    a property."""
     if len(schemas) < 2:
         return True
-    types = [each.get("type") if isinstance(each, dict) else None for each in schemas]
+    found = [_resolved(root, each) for each in schemas]
+    types = [each.get("type") if isinstance(each, dict) else None for each in found]
     if not all(isinstance(each, str) for each in types):
         return False
-    return len(set(types)) == len(types) and not {"integer", "number"} <= set(types)
+    objects = [each for each, kind in zip(found, types, strict=True) if kind == "object"]
+    others = [kind for kind in types if kind != "object"]
+    if len(set(others)) < len(others) or {"integer", "number"} <= set(others):
+        return False
+    return len(objects) < 2 or _have_discriminator(root, objects)
+
+
+def _resolved(root: object, schema: Any) -> Any:
+    """The schema, or that to which its reference leads; None if it leads on and on."""
+    for _ in range(_MAX_REFERENCES):
+        if not isinstance(schema, dict) or "$ref" not in schema:
+            return schema
+        schema = referenced(root, schema["$ref"])
+    return None
+
+
+def _have_discriminator(root: object, objects: list[dict[str, Any]]) -> bool:
+    """Whether all of these schemas require one property, and each has values of it that no other
+    has."""
+    if len({id(schema) for schema in objects}) < len(objects):
+        return False
+    properties = [_required_texts(root, schema) for schema in objects]
+    for name in properties[0]:
+        values = [each.get(name, frozenset()) for each in properties]
+        if all(values) and len(frozenset().union(*values)) == sum(map(len, values)):
+            return True
+    return False
+
+
+def _required_texts(root: object, schema: dict[str, Any]) -> dict[str, frozenset[str]]:
+    """Required properties of which a schema names the values, which are texts."""
+    required, properties = schema.get("required"), schema.get("properties")
+    found: dict[str, frozenset[str]] = {}
+    if not isinstance(required, list) or not isinstance(properties, dict):
+        return found
+    for name in required[:_MAX_DISCRIMINATORS]:
+        value = _resolved(root, properties.get(name)) if isinstance(name, str) else None
+        if not isinstance(value, dict):
+            continue
+        texts = [value["const"]] if "const" in value else value.get("enum")
+        if isinstance(texts, list) and all(isinstance(text, str) for text in texts):
+            found[name] = frozenset(texts)
+    return found

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from pd.core.errors import InvalidRequestError
+from pd.core.errors import ContextLengthError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from pd.core.sampling_params import SamplingDefaults
     from pd.proxy.worker import Worker
+
+
+# These words, those of :attr:`Limits.longest_context`, and the error's kind are what clients look
+# for, to shorten the chat and ask again: LangChain, LiteLLM, agents that write programs.
+TOO_LONG = "the prompt is too long"
 
 
 class Capacity(NamedTuple):
@@ -69,6 +74,11 @@ class Limits(NamedTuple):
         return max(route.context_length for route in self.routes)
 
     @property
+    def longest_context(self) -> str:
+        """The longest context, in OpenAI's words."""
+        return f"this model's maximum context length is {self.context_length} tokens"
+
+    @property
     def _bounds(self) -> str:
         """Bounds, for people, of requests that fit into the longest context."""
         contexts = {route.context_length for route in self.routes}
@@ -76,28 +86,28 @@ class Limits(NamedTuple):
 
     def check_prompt(self, num_tokens: int, max_tokens: int, *, explicit: bool) -> None:
         """Refuse a prompt that no node could ever serve. ``explicit``: the client chose
-        ``max_tokens``."""
+        ``max_tokens``. Raises ContextLengthError."""
         if num_tokens >= self.context_length:
-            raise InvalidRequestError(
-                f"the prompt has {num_tokens} tokens; the model's context of "
-                f"{self.context_length} leaves no room for an answer",
+            raise ContextLengthError(
+                f"{TOO_LONG}: it has {num_tokens} tokens, but {self.longest_context}, of which the "
+                "answer needs at least one",
                 param="prompt",
             )
         longest_prompt = max(route.prompt for route in self.routes)
         if num_tokens > longest_prompt:
-            raise InvalidRequestError(
-                f"the prompt has {num_tokens} tokens; the nodes' {self._bounds} hold "
+            raise ContextLengthError(
+                f"{TOO_LONG}: it has {num_tokens} tokens; the nodes' {self._bounds} hold "
                 f"{longest_prompt}",
                 param="prompt",
             )
         if explicit and num_tokens + max_tokens > self.context_length:
-            raise InvalidRequestError(
-                f"prompt ({num_tokens} tokens) and max_tokens ({max_tokens}) exceed the model's "
-                f"context of {self.context_length}",
+            raise ContextLengthError(
+                f"prompt ({num_tokens} tokens) and max_tokens ({max_tokens}) are too much: "
+                f"{self.longest_context}",
                 param="max_tokens",
             )
         if explicit and not any(route.holds(num_tokens, max_tokens) for route in self.routes):
-            raise InvalidRequestError(
+            raise ContextLengthError(
                 f"prompt ({num_tokens} tokens) and max_tokens ({max_tokens}) need more KV than the "
                 f"nodes' {self._bounds} hold: {_most_for(num_tokens, self.routes)} tokens",
                 param="max_tokens",

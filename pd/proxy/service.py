@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from pd.core.brief import brief
-from pd.core.errors import InvalidRequestError
+from pd.core.errors import ContextLengthError, InvalidRequestError
 from pd.core.sampling_params import SEED_LIMIT, TOKEN_ID_LIMIT, SamplingParams
+from pd.proxy.limits import TOO_LONG
 from pd.proxy.requests.common import MAX_RID_CHARACTERS
 from pd.proxy.web import ClaimingResponse, JobResponse
 
@@ -134,9 +135,9 @@ def encode(
     text = model.need_text(param)
     most = model.limits.context_length * text.longest_token
     if len(prompt) > most:
-        raise InvalidRequestError(
-            f"{param} has {len(prompt)} characters; no more than {most} fit the model's "
-            f"context of {model.limits.context_length} tokens",
+        raise ContextLengthError(
+            f"{TOO_LONG}: {param} has {len(prompt)} characters, but "
+            f"{model.limits.longest_context}, which have at most {most}",
             param=param,
         )
     ids = text.encode(

@@ -9,7 +9,11 @@ from typing import Any, Literal
 from pd.core.errors import InvalidRequestError
 from pd.core.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from pd.proxy.fields import problem, show
-from pd.proxy.json_schemas import what_is_not_enforced, what_of_tags_is_not_enforced
+from pd.proxy.json_schemas import (
+    read_over,
+    what_is_not_enforced,
+    what_of_tags_is_not_enforced,
+)
 from pd.proxy.patterns import what_is_not_enforced_of
 
 # Kinds of constraints that a field may hold.
@@ -19,12 +23,13 @@ _ANY_SCHEMA = "$$ANY$$"
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
-def schema_grammar(schema: object, param: str, *, strict: bool = True) -> Grammar:
+def schema_grammar(schema: object, param: str, *, strict: bool = True, advice: str = "") -> Grammar:
     """The grammar of a JSON schema, an object or its text.
 
     Args:
         param: the field, for messages.
         strict: refuse what would not be enforced.
+        advice: what a client may do about that; the end of the message.
 
     Raises:
         InvalidRequestError: it is no schema, or not enforced.
@@ -35,11 +40,13 @@ def schema_grammar(schema: object, param: str, *, strict: bool = True) -> Gramma
         raise InvalidRequestError(f"{param} must be an object, not {show(schema)}", param=param)
     try:
         found = what_is_not_enforced(schema) if strict else None
-        text = json.dumps(schema, ensure_ascii=False)
+        text = json.dumps(schema if strict else read_over(schema), ensure_ascii=False)
     except (TypeError, ValueError, AttributeError, RecursionError) as error:
         raise InvalidRequestError(f"{param} is no JSON schema: {error}", param=param) from None
     if found is not None:
-        raise InvalidRequestError(f"{param}: {found} is not enforced by this server", param=param)
+        raise InvalidRequestError(
+            f"{param}: {found} is not enforced by this server{advice}", param=param
+        )
     return Grammar("json_schema", text)
 
 
@@ -54,7 +61,9 @@ def response_format_grammar(value: dict[str, Any] | None) -> Grammar | None:
     if value["type"] == "json_object" and "schema" not in described:
         return Grammar("json_schema", '{"type": "object"}')
     strict = described.get("strict") is not False
-    return schema_grammar(described.get("schema", {}), "response_format", strict=strict)
+    advice = "; with strict set to false it is read over"
+    schema = described.get("schema", {})
+    return schema_grammar(schema, "response_format", strict=strict, advice=advice)
 
 
 def check_response_format(value: dict[str, Any]) -> dict[str, Any]:

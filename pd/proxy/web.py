@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from pd.core.errors import (
     AbortedError,
+    DeadlineExceededError,
     PDError,
     QueueFullError,
     UnavailableError,
@@ -53,6 +54,9 @@ def error_response(error: PDError) -> Response:
     headers = {}
     if isinstance(error, QueueFullError | UnavailableError):
         headers["Retry-After"] = str(RETRY_AFTER_SECONDS)
+    if isinstance(error, DeadlineExceededError):
+        # OpenAI's clients send a request again after 408, and it would take as long again.
+        headers["X-Should-Retry"] = "false"
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return json_response(error_body(error), error.status, headers)

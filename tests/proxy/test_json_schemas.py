@@ -40,11 +40,46 @@ AB = {
     "required": ["a", "b"],
 }
 NAMES = {"type": "object", "additionalProperties": {"type": "integer"}}
+
+
+def kind_of(*kinds: str, **fields: Any) -> dict[str, Any]:
+    """Objects that have one of these texts as ``kind``."""
+    properties = {"kind": {"enum": list(kinds)}, "n": {"type": "integer"}}
+    return {"type": "object", "properties": properties, "required": ["kind"], **fields}
+
+
+# As pydantic writes a union of models that a field tells apart.
+DISCRIMINATED = {
+    "discriminator": {"mapping": {"a": "#/$defs/A", "b": "#/$defs/B"}, "propertyName": "kind"},
+    "oneOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}],
+    "$defs": {
+        "A": {
+            "type": "object",
+            "properties": {"kind": {"const": "a", "type": "string"}, "n": {"type": "integer"}},
+            "required": ["kind", "n"],
+        },
+        "B": kind_of("b", "c"),
+    },
+}
 # A schema, and an instance that it forbids.
 FORBIDDEN: list[tuple[Any, Any]] = [
     ({"not": {"type": "string"}}, "a"),
     ({"if": {"const": 1}, "then": False}, 1),
     ({"oneOf": [{"type": "integer"}, {"type": "number", "minimum": 2}]}, 3),
+    ({"oneOf": [kind_of("a", "b"), kind_of("b", "c")]}, {"kind": "b"}),
+    ({"oneOf": [kind_of("a"), kind_of("b", required=[])]}, {"n": 1}),
+    ({"oneOf": [kind_of("a", required=[]), kind_of("b", required=[])]}, {}),
+    ({"oneOf": [kind_of("a"), {"type": "object", "additionalProperties": True}]}, {"kind": "a"}),
+    ({"oneOf": [{"$ref": "#/$defs/A"}] * 2, "$defs": {"A": kind_of("a")}}, {"kind": "a"}),
+    ({"oneOf": [{"$ref": "#/oneOf/1"}, {"$ref": "#/oneOf/0"}]}, 1),
+    ({"oneOf": [{"$ref": "#/$defs/A"}, {"type": "integer"}], "$defs": {"A": {}}}, 1),
+    (DISCRIMINATED, {"kind": "a"}),
+    (DISCRIMINATED, {"kind": "b", "n": "x"}),
+    (DISCRIMINATED, {"kind": "d"}),
+    (
+        {"oneOf": [kind_of("a", additionalProperties=True), kind_of("b")]},
+        Written('{"kind": "a", "kind": "b"}'),
+    ),
     ({"allOf": [{"type": "integer"}, {"minimum": 2}]}, 1),
     ({"type": "string", "format": "idn-email"}, "x"),
     ({"type": "string", "minLength": 2, "pattern": "^a*$"}, "a"),
@@ -243,12 +278,40 @@ ENFORCED = [
     {"maxLength": 3},
     {"anyOf": [False, {"type": "null"}]},
     {"$ref": "#/$defs/a%25b~1c", "$defs": {"a%b/c": {"type": "null"}}},
+    DISCRIMINATED,
+    {"type": "array", "items": {"oneOf": [kind_of("a"), kind_of("b"), {"type": "null"}]}},
 ]
 
 
 @pytest.mark.parametrize("schema", ENFORCED, ids=lambda value: json.dumps(value))
 def test_what_is_enforced_is_accepted(schema: Any) -> None:
     assert what_is_not_enforced(schema) is None
+
+
+LETTERS = "^[a-c]{2}$"
+# What zod wrote for an e-mail address.
+LOOKS_AHEAD = r"^(?!\.)(?!.*\.\.)([A-Za-z.]*)[A-Za-z]@([A-Za-z]+\.)+[A-Za-z]{2,}$"
+
+
+@pytest.mark.parametrize(
+    ("schema", "allowed", "forbidden"),
+    [
+        ({"type": "string", "format": "date", "pattern": LETTERS}, "ab", "2020-01-01"),
+        ({"type": "string", "format": "uuid", "pattern": LETTERS}, "ab", "a"),
+        ({"type": "string", "format": "email", "pattern": LOOKS_AHEAD}, "a@b.cd", "a"),
+        ({"type": "string", "pattern": LOOKS_AHEAD}, "anything", 1),
+        ({"type": "array", "items": {"type": "string", "pattern": "^(?=a)"}}, ["b"], [1]),
+    ],
+    ids=repr,
+)
+def test_what_is_read_over_is_not_misread(schema: Any, allowed: Any, forbidden: Any) -> None:
+    """xgrammar takes a format before a pattern, and a lookahead for a group."""
+    before = json.dumps(schema)
+    assert what_is_not_enforced(schema) is not None
+    written = json.loads(schema_grammar(schema, "x", strict=False).text)
+    assert takes(written, allowed)
+    assert not takes(written, forbidden)
+    assert json.dumps(schema) == before
 
 
 def test_where_it_is_and_how_deep_is_said() -> None:
@@ -292,6 +355,9 @@ ALLOWED: list[tuple[Any, Any]] = [
     ({"patternProperties": {"^x-": {}}, "additionalProperties": False}, {"x-a": 1}),
     ({"properties": {"a": {"$ref": "#/properties/b"}, "b": {"const": 2}}}, {"a": 2}),
     ({"properties": {"a": {"$ref": "#"}, "b/%": {"$ref": "#/properties/a"}}}, {"a": {"a": 3}}),
+    (DISCRIMINATED, {"kind": "a", "n": 1}),
+    (DISCRIMINATED, {"kind": "c"}),
+    ({"oneOf": [kind_of("a"), kind_of("b"), {"type": "null"}]}, None),
 ]
 
 

@@ -217,7 +217,7 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
         "choices[1] has the token id -1, which is out of vocabulary",
         "choices[1]",
     ),
-    ({"choices": [[8], [9] * 197]}, "with choices[1], the prompt has 200 tokens", "choices[1]"),
+    ({"choices": [[8], [9] * 197]}, "with choices[1], the prompt is too long", "choices[1]"),
     ({"choices": ["a", "b" * 100_000]}, "choices[1] has 100000 characters", "choices[1]"),
     ({"input_ids": [[5], [6]]}, "input_ids is a batch of 2; send a request for each", "input_ids"),
     ({"text": ["a"]}, "text is a batch of 1", "text"),

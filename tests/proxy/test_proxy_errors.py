@@ -172,10 +172,10 @@ BAD_REQUESTS: list[tuple[tuple[str, Any], str, str | None]] = [
     (completion(stop_token_ids=[5.5]), "a list of integers", "stop_token_ids"),
     (completion(prompt={"a": 1}), "prompt must be", "prompt"),
     (completion(prompt=5), "prompt must be", "prompt"),
-    (completion(prompt=[7] * 200), "200 tokens; the model's context of 200", "prompt"),
+    (completion(prompt=[7] * 200), "200 tokens, but this model's maximum", "prompt"),
     (completion(prompt=[7] * 161), "161 tokens; the nodes' KV pools hold 160", "prompt"),
-    (completion(prompt=[7] * 100, max_tokens=101), "exceed the model's context of 200", None),
-    (completion(prompt="hello " * 300), "context of 200", "prompt"),
+    (completion(prompt=[7] * 100, max_tokens=101), "maximum context length is 200", None),
+    (completion(prompt="hello " * 300), "context length is 200", "prompt"),
     (generate(text="a", input_ids=[5]), "exactly one of text and input_ids", None),
     ((GENERATE, {}), "exactly one of text and input_ids", None),
     (generate(text=[5]), "a string or a list of strings", "text"),
@@ -235,6 +235,11 @@ BAD_REQUESTS: list[tuple[tuple[str, Any], str, str | None]] = [
     (completion(use_beam_search=True), "use_beam_search", "use_beam_search"),
     (completion(response_format={"type": "grammar"}), "not 'grammar'", "response_format"),
     (completion(response_format=schema_format({"not": {}})), "'not'", "response_format"),
+    (
+        completion(response_format=schema_format({"not": {}})),
+        "not enforced by this server; with strict set to false it is read over",
+        "response_format",
+    ),
     (completion(response_format=schema_format(5)), "'schema'", "response_format"),
     (chat(response_format={"type": "structural_tag"}), "object 'format'", "response_format"),
     (
@@ -317,6 +322,7 @@ ASKS_FOR_NOTHING = [
     completion(best_of=1, suffix="", tools=[], max_tokens=None),
     chat(add_special_tokens=False, tools=[], tool_choice="none", echo=False),
     chat(include_reasoning=True, reasoning_effort="high"),
+    chat(reasoning_effort="max"),
     chat(messages=[*HELLO, {"role": "assistant", "content": None}, *HELLO]),
     generate({"max_tokens": None, "max_new_tokens": 3, "regex": None}),
     ("/tokenize", {"messages": HELLO, "tools": [], "chat_template": None, "documents": []}),
@@ -461,6 +467,36 @@ def test_a_body_is_bounded(client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 def test_a_text_that_no_context_holds_is_not_tokenized(client: httpx.Client) -> None:
     response = client.post(COMPLETIONS, json={"prompt": "a b " * 5000})
     check(response, 400, "prompt has 20000 characters", "prompt")
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        completion(prompt=[7] * 200),
+        completion(prompt=[7] * 100, max_tokens=101),
+        completion(prompt="a b " * 5000),
+        chat(messages=[{"role": "user", "content": "hello " * 300}]),
+        chat(max_completion_tokens=200),
+        generate(input_ids=[7] * 200),
+        generate(text="a", choices=["b", "c " * 300]),
+    ],
+    ids=str,
+)
+def test_clients_know_that_a_prompt_is_too_long(
+    client: httpx.Client, request_: tuple[str, Any]
+) -> None:
+    """LangChain, LiteLLM and others shorten a chat after an error of this code or these words."""
+    path, body = request_
+    error = client.post(path, json=body).json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["code"] == "context_length_exceeded"
+    assert "this model's maximum context length is 200 tokens" in error["message"]
+    assert error["param"] == "max_tokens" or "the prompt is too long" in error["message"]
+
+
+def test_a_prompt_that_no_pool_holds_has_the_same_code(client: httpx.Client) -> None:
+    response = client.post(COMPLETIONS, json={"prompt": [7] * 161})
+    assert response.json()["error"]["code"] == "context_length_exceeded"
 
 
 def test_headers_are_bounded(client: httpx.Client) -> None:

@@ -77,6 +77,9 @@ def test_completions(client: openai.OpenAI) -> None:
 def test_errors_are_the_clients_classes(cluster: Cluster, client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="max_tokens"):
         client.completions.create(model="fake", prompt="hello", max_tokens=-1)
+    with pytest.raises(openai.BadRequestError, match="maximum context length is") as too_long:
+        client.completions.create(model="fake", prompt=[5] * 5000)
+    assert too_long.value.code == "context_length_exceeded"
     with pytest.raises(openai.NotFoundError, match="gpt"):
         client.chat.completions.create(model="gpt", messages=HELLO)
     with pytest.raises(openai.AuthenticationError):
@@ -84,6 +87,14 @@ def test_errors_are_the_clients_classes(cluster: Cluster, client: openai.OpenAI)
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}
     with pytest.raises(openai.BadRequestError, match="'not'"):
         client.chat.completions.create(model="fake", messages=HELLO, response_format=schema)
+
+
+def test_a_request_whose_time_is_over_is_not_sent_again(cluster: Cluster) -> None:
+    prefill, _ = cluster.pair(auto=False)
+    client = openai.OpenAI(base_url=cluster.proxy().url + "/v1", api_key="key", max_retries=2)
+    with pytest.raises(openai.APIStatusError, match=r"0\.2 s"):
+        client.chat.completions.create(model="fake", messages=HELLO, extra_body={"timeout": 0.2})
+    assert len(prefill.generates) == 1
 
 
 def test_an_error_in_a_stream_raises(cluster: Cluster) -> None:

@@ -239,7 +239,7 @@ class TestRouter:
         for size, max_tokens, says in (
             (100, 1, "context"),
             (81, 1, "pools hold 80"),
-            (60, 41, "exceed"),
+            (60, 41, "maximum context length is 100 tokens"),
             (60, 22, "pools hold: 80"),
         ):
             with pytest.raises(InvalidRequestError, match=says):

@@ -473,6 +473,15 @@ def test_keywords_that_are_not_enforced_are_read_over_if_asked(model: Scripted) 
     assert "not" in model.structural_tag()["tags"][0]["content"]["json_schema"]
 
 
+def test_patterns_that_would_be_misread_are_left_out_of_calls_alone(model: Scripted) -> None:
+    city = {"type": "string", "pattern": "^(?!a)"}
+    tools = [strict(with_schema(properties={"city": city}), False)]
+    model.ask(BOTH, tools=tools, tool_choice="required", extra_body=NO_THINKING)
+    written = model.structural_tag()["tags"][0]["content"]["json_schema"]
+    assert written["properties"]["city"] == {"type": "string"}
+    assert "^(?!a)" in model.prompt()
+
+
 def test_tokenize_shows_tools(cluster: Cluster, model: Scripted) -> None:
     model.ask("hi")
     body = {"messages": ASKED, "tools": [WEATHER, CLOCK]}

@@ -42,6 +42,10 @@ async def small(request: Request) -> Response:
     return Response(bytes(SMALL))
 
 
+async def size(request: Request) -> Response:
+    return JSONResponse(len(await request.body()))
+
+
 async def echo(request: Request) -> Response:
     await request.body()
     return JSONResponse(sorted(request.headers.keys()))
@@ -52,6 +56,7 @@ class Server:
 
     def __init__(self, **limits: Any) -> None:
         routes = [Route("/large", large), Route("/small", small)]
+        routes.append(Route("/size", size, methods=["POST"]))
         app = Starlette(routes=[*routes, Route("/echo", echo, methods=["POST"])])
         config = uvicorn.Config(app, lifespan="off", log_config=None, ws=NoProtocol)
         self._server = GuardedServer(config, replace(ConnectionLimits(), **limits))
@@ -236,6 +241,57 @@ def test_connections_stay_with_their_guard(serve: Callable[..., Server]) -> None
     )
     with server.ask(upgrade) as sock:
         assert re.match(rb"HTTP/1.1 200", sock.recv(65536))
+    wait_until(lambda: server.connections == 0)
+
+
+# Java's HttpClient asks in this way over plain HTTP.
+OFFER = (
+    b"POST /size HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nHost: 127.0.0.1\r\n"
+    b"HTTP2-Settings: AAEAAEAAAAIAAAAAAAMAAAAAAAQBAAAAAAUAAEAAAAYABgAA\r\nUpgrade: h2c\r\n"
+)
+# What it carries would be a request of its own if it were not a body.
+INSIDE = b"GET /small HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+WITH_LENGTH = OFFER + b"Content-Length: %d\r\n\r\n%b" % (len(INSIDE), INSIDE)
+IN_CHUNKS = OFFER + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (
+    len(INSIDE),
+    INSIDE,
+)
+
+
+@pytest.mark.parametrize("asks", [WITH_LENGTH, IN_CHUNKS], ids=["length", "chunks"])
+@pytest.mark.parametrize("cut", ["nowhere", "head", "behind head", "body"])
+def test_what_follows_an_offer_of_another_protocol_is_a_body(
+    serve: Callable[..., Server], asks: bytes, cut: str
+) -> None:
+    """A server may ignore the offer, but not the body, nor take it for further requests."""
+    server = serve()
+    end = asks.index(b"\r\n\r\n") + 4
+    at = {"nowhere": len(asks), "head": 30, "behind head": end, "body": end + 9}[cut]
+    with server.ask(asks[:at]) as sock:
+        if asks[at:]:
+            time.sleep(0.05)
+            sock.sendall(asks[at:])
+        for _ in range(2):  # the connection remains as it was
+            answer = b""
+            while b"\r\n\r\n%d" % len(INSIDE) not in answer:
+                part = sock.recv(65536)
+                assert part, answer
+                answer += part
+            assert answer.count(b"HTTP/1.1 200 OK") == 1
+            assert answer.count(b"HTTP/1.1") == 1
+            sock.sendall(asks)
+
+
+def test_many_offers_at_once_are_as_many_requests(serve: Callable[..., Server]) -> None:
+    server = serve()
+    with server.ask(WITH_LENGTH * 10) as sock:
+        answers = b""
+        while answers.count(b"\r\n\r\n%d" % len(INSIDE)) < 10:
+            part = sock.recv(65536)
+            assert part, answers
+            answers += part
+    with server.ask(WITH_LENGTH * 1000) as sock:
+        assert read_all(sock).count(b"HTTP/1.1 200 OK") <= 17
     wait_until(lambda: server.connections == 0)
 
 

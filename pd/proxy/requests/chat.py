@@ -42,10 +42,12 @@ class TemplateFields(RequestModel):
         description="Further variables of the chat template, such as `enable_thinking`; none of "
         "those that the proxy sets.",
     )
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
-        None,
-        description="A variable of this name for the chat template; one that does not know it "
-        "shows the same prompt. With `none`, `enable_thinking` is false unless given.",
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        Field(
+            None,
+            description="A variable of this name for the chat template; one that does not know it "
+            "shows the same prompt. With `none`, `enable_thinking` is false unless given.",
+        )
     )
     tools: ToolList = Field(
         None,

@@ -10,7 +10,7 @@ from pd.core.brief import brief
 from pd.core.errors import InvalidRequestError
 from pd.core.grammar import MAX_GRAMMAR_BYTES, Grammar
 from pd.proxy.grammar_fields import parameters_field
-from pd.proxy.json_schemas import what_is_not_enforced
+from pd.proxy.json_schemas import read_over, what_is_not_enforced
 from pd.proxy.tools.definitions import kind_of, properties_of
 
 if TYPE_CHECKING:
@@ -310,6 +310,19 @@ def check_enforced(functions: Sequence[Function], numbers: dict[str, int]) -> No
             raise refusal(
                 function, numbers, f"{found} is not enforced by this server", separator=":"
             )
+
+
+def without_what_is_misread(function: Function) -> Function:
+    """The function, if its schema is not strict without what :func:`read_over` leaves out.
+
+    Raises InvalidRequestError.
+    """
+    if function.strict is not False:
+        return function
+    try:
+        return function._replace(schema=read_over(function.schema))
+    except RecursionError:
+        raise InvalidRequestError("tools: a schema is nested too deeply", param="tools") from None
 
 
 def refusal(
