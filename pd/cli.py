@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import faulthandler
 import logging
 import os
@@ -11,12 +12,18 @@ from typing import TYPE_CHECKING, Protocol
 
 from pd import __version__
 from pd.commands.parser import Parser
-from pd.core.errors import PDError
+from pd.core.errors import PDError, SetupError
 from pd.core.exit import leave
 from pd.core.logs import configure_logging
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+log = logging.getLogger(__name__)
+
+# The machine or the user's rights are to blame for an operation that fails with one of these.
+_LACKS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO}
+_LACKS |= {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN}
 
 _EXAMPLES = """\
 to see it work:
@@ -36,7 +43,8 @@ Every command has its own --help. configs/ has more deployments, docs/ explains 
 
 def launch(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``pd-launch``."""
-    if argv is None and sys.stderr is not None:
+    if argv is None:
+        _open_standard_streams()
         faulthandler.enable()  # a library that crashes would leave no word in the log
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser, commands = launch_parser()
@@ -120,6 +128,8 @@ class Benchmark(Protocol):
 
 def bench(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``pd-bench``."""
+    if argv is None:
+        _open_standard_streams()
     from pd.bench import compare, engine, proxy, radix, serve, sweep, transfer
     from pd.bench.page import command as report
 
@@ -168,6 +178,28 @@ def _status(program: str, run: Callable[[], int]) -> int:
         # The reader of our output has left; Python would complain once more when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except Exception as error:
+        # OSError, and errors of libraries that have its number, such as those of ZMQ.
+        if getattr(error, "errno", None) not in _LACKS:
+            raise
+        log.debug("%s", program, exc_info=True)
+        where = getattr(error, "filename", None)
+        why = getattr(error, "strerror", error)
+        print(f"{program}: {f'{where}: ' if where else ''}{why}", file=sys.stderr)
+        return SetupError.exit_status
+
+
+def _open_standard_streams() -> None:
+    """Open those of standard input, output and error that are closed, so that no socket or file
+    gets their descriptors, to which libraries and other processes of ours write."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            # It gets the lowest number that is free, which is this one.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
 
 
 if __name__ == "__main__":

@@ -34,7 +34,8 @@ def collect_snapshots(
                 report(f"no {page} of {process}: {error.message}")
                 continue
             if answer.status == 200:
-                _save(directory / f"{process.host.name}-{process.name}.{suffix}", answer.body)
+                path = directory / f"{process.host.name}-{process.name}.{suffix}"
+                _save(path, answer.body, report)
 
 
 def collect_logs(
@@ -50,9 +51,13 @@ def collect_logs(
         except SetupError as error:
             report(f"no log of {process}: {error.message}")
         else:
-            _save(directory / f"{process.host.name}-{process.name}.log", content)
+            _save(directory / f"{process.host.name}-{process.name}.log", content, report)
 
 
-def _save(path: Path, content: bytes) -> None:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path.write_bytes(content)
+def _save(path: Path, content: bytes, report: Callable[[str], None]) -> None:
+    """Write a file, or report why it cannot be: a full disk keeps no deployment from stopping."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.write_bytes(content)
+    except OSError as error:
+        report(f"cannot write {path}: {error.strerror}")

@@ -39,8 +39,14 @@ _RECORD, _READY_LINE = msgspec.json.Decoder(ProcessRecord), msgspec.json.Decoder
 
 
 def state_directory() -> Path:
-    """Directory of this user's runs on this machine (XDG Base Directory Specification)."""
-    home = os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()
+    """Directory of this user's runs on this machine (XDG Base Directory Specification). Raises
+    SetupError if the user has none."""
+    home = os.environ.get("XDG_STATE_HOME")
+    if not home:
+        try:
+            home = str(Path("~/.local/state").expanduser())
+        except RuntimeError:
+            raise SetupError("this user has no home directory: set XDG_STATE_HOME") from None
     return Path(home) / "pd" / "clusters"
 
 

@@ -107,30 +107,48 @@ def load_state(deployment: str) -> ClusterState | None:
         return _STATE.decode(path.read_bytes())
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.MsgspecError) as error:
-        raise SetupError(f"{path} cannot be used: {error}") from error
+    except OSError as error:
+        raise SetupError(f"cannot read {path}: {error.strerror}") from error
+    except msgspec.MsgspecError as error:
+        raise SetupError(
+            f"{path} cannot be used ({error}); if nothing of the deployment runs, remove it"
+        ) from error
 
 
 def create_state(state: ClusterState) -> None:
-    """Record a run. Raises SetupError if another one of the same file is up."""
+    """Record a run. Raises SetupError if another one of the same file is up, or if the record
+    cannot be written."""
     path = _file(state.deployment)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _write_new(path, state)
     except FileExistsError:
         raise SetupError(f"{state.deployment} is being started or is up already") from None
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(msgspec.json.encode(state))
+    except OSError as error:
+        raise SetupError(f"cannot write {path}: {error.strerror}") from None
 
 
 def replace_state(state: ClusterState) -> None:
-    """Record a change of the run."""
+    """Record a change of the run. Raises SetupError if it cannot be written."""
     path = _file(state.deployment)
     part = path.with_suffix(".part")
-    part.unlink(missing_ok=True)
-    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(msgspec.json.encode(state))
-    part.replace(path)
+    try:
+        part.unlink(missing_ok=True)
+        _write_new(part, state)
+        part.replace(path)
+    except OSError as error:
+        raise SetupError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _write_new(path: Path, state: ClusterState) -> None:
+    """Write a file that is not there yet. Nothing of it stays where it cannot be written."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        try:
+            file.write(msgspec.json.encode(state))
+            file.flush()
+        except OSError:
+            path.unlink()
+            raise
 
 
 @contextlib.contextmanager

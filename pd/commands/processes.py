@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from pd.commands.ready import Ready, parse
+from pd.core.children import module_command
 from pd.core.errors import SetupError
 
 if TYPE_CHECKING:
@@ -28,7 +30,8 @@ _LOG_LINES = 15
 class LaunchedProcess:
     """One ``pd-launch`` process that prints a ready line; its log goes to a file.
 
-    It has a session of its own, so that Ctrl-C reaches only its parent, which stops it in order.
+    It has a session of its own, so that Ctrl-C reaches only its parent, which stops it in order. If
+    the parent is killed, it gets SIGTERM (:mod:`pd.commands.bound`).
     """
 
     def __init__(self, name: str, arguments: Sequence[str], directory: Path) -> None:
@@ -37,7 +40,7 @@ class LaunchedProcess:
         self._log = directory / f"{name.replace(' ', '-')}.log"
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "pd.cli", *arguments],
+                module_command("pd.commands.bound", os.getpid(), *arguments),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import NamedTuple
 
+from pd.core.errors import SetupError
+
 
 class Ready(NamedTuple):
     """Role, URL and instance id of a process that serves."""
@@ -15,8 +17,15 @@ class Ready(NamedTuple):
 
 
 def announce(ready: Ready) -> None:
-    """Print the line. All other output of a process goes to standard error."""
-    print(json.dumps({"event": "ready", **ready._asdict()}), flush=True)
+    """Print the line. All other output of a process goes to standard error.
+
+    Raises SetupError if it cannot be printed: whoever waits for it would wait for ever.
+    """
+    try:
+        print(json.dumps({"event": "ready", **ready._asdict()}), flush=True)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise SetupError(f"cannot print the ready line on standard output: {why}") from None
 
 
 def parse(line: str) -> Ready | None:

@@ -17,6 +17,7 @@ from typing import IO, TYPE_CHECKING
 
 import msgspec
 
+from pd.core.children import ignore_ending_signals
 from pd.grammar import stand_ins
 
 if TYPE_CHECKING:
@@ -108,7 +109,8 @@ def read_frame(stream: IO[bytes]) -> bytes:
 
 
 def main() -> None:
-    """Serve until standard input ends."""
+    """Serve until standard input ends, whatever signals all processes of the node get."""
+    ignore_ending_signals()
     requests, results = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     _import_xgrammar()
     os.dup2(2, 1)  # what libraries print is no frame

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import signal
 import subprocess
-import sys
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from pd.core.brief import shorten
+from pd.core.children import module_command, signals_held_back
 from pd.core.errors import InvalidRequestError, UnavailableError
 from pd.grammar.child import CompileJob, Result, Vocabulary, read_frame, send_frame
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pd.core.grammar import Grammar
+
+logger = logging.getLogger(__name__)
 
 _RESULT = msgspec.msgpack.Decoder(Result)
 # Seconds on the clock after which a child counts as hung. Its limit is processor time, of which a
@@ -28,6 +31,8 @@ _HUNG_SECONDS = 120.0
 _MAX_FIELD = 300
 # How long an idle child may take to end.
 _END_SECONDS = 0.2
+# Signals that somebody sends to a child, or the kernel for want of the host's memory.
+_SENT = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class CompileLimits(NamedTuple):
@@ -62,16 +67,25 @@ class GrammarCompiler:
         self.tokens = b""
         self._child: subprocess.Popen[bytes] | None = None
         self._is_ready = False
+        # Why there is no child, where there was no room for one.
+        self._lack = ""
         self._closed = False
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Start a child unless there is one, without waiting until it is ready."""
+        """Start a child unless there is one, without waiting until it is ready. If the system has
+        no room for a process, the next use of this tries again."""
         with self._lock:
             if self._closed or self._child is not None:
                 return
-            command = [sys.executable, "-m", "pd.grammar.child"]
-            child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            command = module_command("pd.grammar.child")
+            try:
+                with signals_held_back():
+                    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            except OSError as error:
+                self._lack = error.strerror or str(error)
+                logger.warning("no process can be started that compiles grammars: %s", self._lack)
+                return
             self._child, self._is_ready = child, False
         assert child.stdin is not None
         # A child that has ended, or that close() has, is noticed when it is used.
@@ -118,9 +132,13 @@ class GrammarCompiler:
     def _started(self) -> subprocess.Popen[bytes]:
         self.start()
         with self._lock:
-            child = self._child
+            child, closed = self._child, self._closed
         if child is None:
-            raise UnavailableError("the node stops")
+            raise UnavailableError(
+                "the node stops"
+                if closed
+                else f"no process can be started that compiles grammars ({self._lack}); try again"
+            )
         assert child.stdout is not None
         try:
             if not self._is_ready:
@@ -140,8 +158,7 @@ class GrammarCompiler:
         if self._closed:
             return UnavailableError("the node stops")
         self.start()
-        if child.returncode == -signal.SIGKILL:
-            # By the timer, an operator, or for want of the host's memory: no fault of the grammar.
+        if -child.returncode in _SENT:  # no fault of the grammar
             return UnavailableError("the process that compiled the grammar was killed; try again")
         if child.returncode == -signal.SIGXCPU:
             limit = f"{self._limits.cpu_seconds:g} s of processor time (--grammar-cpu-seconds)"

@@ -121,10 +121,9 @@ class Grammars:
             owner: whose turn it takes: owners do not wait behind one another's grammars.
         """
         with self._lock:
-            known = self._known(grammar) or self._queue(grammar, owner)
+            known = self._known(grammar) or self._start_workers() or self._queue(grammar, owner)
             if known is None:
                 self._wanted[grammar].done.append(done)
-                self._start_workers()
                 return
             self._count(known)
         done(known)
@@ -212,18 +211,26 @@ class Grammars:
             outcome = "refused" if isinstance(found, InvalidRequestError) else "unavailable"
         self.outcomes[outcome] += 1
 
-    def _start_workers(self) -> None:
+    def _start_workers(self) -> PDError | None:
+        """Start the threads that are missing. Returns why there is none."""
         assert not isinstance(self._vocabulary, str)
         while len(self._compilers) < _CHILDREN:
             compiler = GrammarCompiler(self._vocabulary, self._limits)
             name = f"grammars-{len(self._compilers)}"
-            self._compilers.append(compiler)
             # More than a process has, so that what it can compile does not overflow here.
             before = threading.stack_size(_STACK_BYTES)
             thread = threading.Thread(target=self._work, args=(compiler,), name=name, daemon=True)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system has no room for one
+                if self._threads:
+                    break
+                return UnavailableError(f"grammars cannot be compiled here at present: {error}")
+            finally:
+                threading.stack_size(before)
+            self._compilers.append(compiler)
             self._threads.append(thread)
-            threading.stack_size(before)
+        return None
 
     def _work(self, compiler: GrammarCompiler) -> None:
         compiler.start()

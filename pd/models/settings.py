@@ -23,7 +23,7 @@ def read_json(path: Path) -> dict[str, object]:
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"cannot read {path}: {error}") from None
     if not isinstance(value, dict):
         raise UsageError(f"{path} does not hold a JSON object")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import resource
@@ -16,8 +17,9 @@ from typing import TYPE_CHECKING
 
 import httpx
 import pytest
-from processes import LAUNCH, Process, Stream, deployment, wait_until
+from processes import LAUNCH, Process, Stream, deployment, free_port, wait_until
 
+from pd import cli
 from pd.core.starvation import read_run_delays, thread_run_delay
 from pd.embedded import EMBEDDED_MODEL
 
@@ -236,6 +238,81 @@ def test_the_proxy_and_refused_commands_never_import_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+# ---- what stands around a process
+
+
+def children(pid: int) -> list[int]:
+    """Processes that the main thread of a process has started."""
+    return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)]
+)
+def test_a_signal_to_all_processes_of_a_proxy_that_starts_ends_it_cleanly(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    """As a terminal and a service manager send it; the processes import their modules."""
+    running = Process(
+        "proxy", "--workers", "2", "--port", "0", log=tmp_path / "log", program=LAUNCH
+    )
+    try:
+        wait_until(lambda: len(children(running.child.pid)) == 2, 30.0)
+        for pid in (*children(running.child.pid), running.child.pid):
+            os.kill(pid, number)
+        running.child.communicate(timeout=60)
+        log = running.log.read_text()
+        assert running.child.returncode == 0, log
+        assert "Traceback" not in log and "ERROR" not in log, log
+    finally:
+        running.stop()
+
+
+@pytest.mark.parametrize("closed", ["<&-", "<&- >&- 2>&-"])
+def test_a_proxy_with_closed_standard_streams_serves(closed: str, tmp_path: Path) -> None:
+    port = free_port()
+    command = f"exec {sys.executable} -m pd.cli proxy --workers 2 --port {port} {closed}"
+    running = subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE)
+
+    def serves() -> bool:
+        assert running.poll() is None
+        try:
+            return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+        except httpx.ConnectError:
+            return False
+
+    try:
+        wait_until(serves, 60.0)
+        for pid in (running.pid, *children(running.pid)):
+            streams = [os.readlink(f"/proc/{pid}/fd/{number}") for number in range(3)]
+            assert not any("socket" in stream or "anon" in stream for stream in streams), streams
+    finally:
+        running.terminate()
+        assert running.wait(60) == 0
+
+
+def test_a_ready_line_that_cannot_be_printed_ends_the_process_with_a_line(tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "pd.cli", "proxy", "--port", "0", "--log-level", "error"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert ended.returncode == 1
+    assert ended.stderr == (
+        "pd-launch proxy: cannot print the ready line on standard output: No space left on device\n"
+    )
+
+
+def test_what_the_machine_refuses_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def full() -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/var/x")
+
+    assert cli._status("pd-launch x", full) == 1
+    assert capsys.readouterr().err == "pd-launch x: /var/x: No space left on device\n"
+
+
 # ---- the demo
 
 
@@ -306,6 +383,18 @@ def test_a_demo_that_is_interrupted_leaves_nothing_behind(
     assert running.returncode == 130
     assert "Traceback" not in (tmp_path / "log").read_text()
     assert all(refuses(url) for url in urls(shown + rest))
+
+
+@pytest.mark.full
+def test_a_demo_that_is_killed_leaves_no_process_behind(tmp_path: Path) -> None:
+    running = demo(tmp_path / "log")
+    assert running.stdout is not None
+    shown = ""
+    while len(urls(shown)) < 2:
+        shown += running.stdout.readline()
+    running.kill()
+    running.wait()
+    wait_until(lambda: all(refuses(url) for url in urls(shown)), 30.0)
 
 
 @pytest.mark.full

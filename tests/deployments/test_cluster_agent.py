@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -220,6 +221,47 @@ def test_one_file_is_up_once(state: ClusterState) -> None:
     assert load_state(state.deployment) == state
     forget_state(state)
     assert load_state(state.deployment) is None
+
+
+def test_a_full_disk_leaves_no_record_that_keeps_a_deployment_from_starting(
+    state: ClusterState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(state: object) -> bytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch, pytest.raises(SetupError, match="No space left on device"):
+        patch.setattr("pd.cluster.state.msgspec.json.encode", full)
+        create_state(state)
+    assert load_state(state.deployment) is None
+    create_state(state)
+    forget_state(state)
+
+
+def test_a_place_where_no_run_can_be_recorded_is_named(
+    state: ClusterState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "/proc/nowhere")
+    with pytest.raises(SetupError, match="cannot write /proc/nowhere/"):
+        create_state(state)
+    monkeypatch.delenv("XDG_STATE_HOME")
+
+    def homeless(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    with pytest.raises(SetupError, match="set XDG_STATE_HOME"):
+        load_state(state.deployment)
+
+
+def test_a_deployment_whose_logs_cannot_be_written_is_stopped_all_the_same(host: Host) -> None:
+    state = msgspec.structs.replace(new_state(), log_directory="/proc/nowhere")
+    create_state(state)
+    said: list[str] = []
+    running = Deployment(state, host._changed, {"here": host}, said.append)
+    start(host, "one", *SLEEP)
+    assert running.stop()
+    assert host.processes["one"].ended
+    assert any("cannot write /proc/nowhere/here-one.log" in line for line in said), said
 
 
 # ---- files and secrets

@@ -167,6 +167,18 @@ class TestStart:
             tiny_node("unified", tp_size=2)
         assert set(workers_of(os.getpid())) <= before
 
+    def test_a_worker_that_ends_while_the_ranks_connect_is_named(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def join(*args: object) -> None:
+            for worker in workers_of(os.getpid()):
+                os.kill(worker, signal.SIGKILL)
+            raise RuntimeError("Connection closed by peer")  # as gloo does
+
+        monkeypatch.setattr("pd.engine.tensor_parallel.leader.ProcessGroup", join)
+        with pytest.raises(SetupError, match=r"rank 1 \(process \d+\) ended with status -9"):
+            tiny_node("unified", tp_size=2)
+
     def test_sizes_below_one_are_refused(self) -> None:
         with pytest.raises(UsageError, match="--tp-size must be at least 1, not 0"):
             NodeConfig(role="unified", model=tiny_model(), tp_size=0)

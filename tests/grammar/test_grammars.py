@@ -3,8 +3,12 @@ compiled again."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import queue
+import signal
+import subprocess
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -214,6 +218,64 @@ def test_a_child_that_was_killed_is_no_fault_of_the_grammar() -> None:
         assert not compiler.compile(SMALL).error
     finally:
         compiler.close()
+
+
+def test_a_child_leaves_signals_to_its_node() -> None:
+    """A terminal and a service manager send them to all processes, and the node drains first."""
+    compiler = GrammarCompiler(VOCABULARY, CompileLimits(60.0, 1 << 30, 64 << 20))
+
+    def signal_all() -> None:
+        child = compiler._child
+        assert child is not None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            child.send_signal(number)
+
+    try:
+        compiler.start()
+        signal_all()
+        compiler.compile(SMALL)
+        first = compiler._child
+        threading.Timer(0.3, signal_all).start()
+        assert compiler.compile(SLOW).cpu_seconds > 0.3
+        assert compiler._child is first
+    finally:
+        compiler.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_that_ends_a_child_is_no_fault_of_the_grammar(number: signal.Signals) -> None:
+    compiler = GrammarCompiler(VOCABULARY, LIMITS)
+    child = subprocess.Popen(["sleep", "600"])
+    try:
+        child.send_signal(number)
+        child.wait()
+        assert isinstance(compiler._died(child, SMALL), UnavailableError)
+    finally:
+        compiler.close()
+
+
+def test_a_system_without_room_for_a_process_or_a_thread_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_process(*args: Any, **options: Any) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    def no_thread(self: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    made = Grammars(VOCABULARY, LIMITS, 1 << 20)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", no_thread)
+            error = wanted(made, SMALL)
+        assert isinstance(error, UnavailableError) and "new thread" in error.message
+        with monkeypatch.context() as patch:
+            patch.setattr("pd.grammar.compiler.subprocess.Popen", no_process)
+            error = wanted(made, SMALL)
+        assert isinstance(error, UnavailableError) and "try again" in error.message
+        assert not isinstance(wanted(made, SMALL), PDError)
+    finally:
+        made.close()
 
 
 @pytest.mark.parametrize(

@@ -261,6 +261,7 @@ class TestDirectory:
         [
             "{",
             "[]",
+            '{"a": ' * 100_000,
             json.dumps(small("llama", rms_norm_eps="tiny")),
             json.dumps(small("llama", num_key_value_heads="two")),
             json.dumps(small("llama", max_position_embeddings="long", sliding_window=5)),
@@ -284,6 +285,19 @@ class TestDirectory:
         (refs / "main").write_text("abc")
         assert find_checkpoint("owner/name") == snapshot
 
+    def test_id_of_a_model_where_the_user_has_no_home(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def homeless(path: Path) -> Path:
+            if str(path).startswith("~"):
+                raise RuntimeError("Could not determine home directory.")
+            return path
+
+        monkeypatch.delenv("HF_HOME", raising=False)
+        monkeypatch.setattr("pathlib.Path.expanduser", homeless)
+        with pytest.raises(UsageError, match="neither a directory nor in the Hugging Face cache"):
+            find_checkpoint("owner/name")
+
 
 class TestFingerprint:
     def test_is_short_and_repeatable(self, checkpoint: Checkpoint) -> None:
@@ -291,6 +305,17 @@ class TestFingerprint:
         config = ModelConfig.from_pretrained(path)
         assert config.fingerprint(path) == config.fingerprint(str(path))
         assert len(config.fingerprint(path)) == 16
+
+    def test_a_link_that_leads_nowhere_beside_the_weights_does_not_count(
+        self, checkpoint: Checkpoint, tmp_path: Path
+    ) -> None:
+        """As a cache has it of which a part was removed."""
+        path = checkpoint("llama3")
+        config = ModelConfig.from_pretrained(path)
+        for file in path.iterdir():
+            (tmp_path / file.name).symlink_to(file)
+        (tmp_path / "model-old.safetensors").symlink_to(tmp_path / "nowhere")
+        assert config.fingerprint(tmp_path) == config.fingerprint(path)
 
     def test_differs_for_other_weights_of_the_same_shape(
         self, checkpoint: Checkpoint, tmp_path: Path

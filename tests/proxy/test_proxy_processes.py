@@ -10,6 +10,8 @@ import random
 import signal
 import socket
 import subprocess
+import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +36,7 @@ from pd.proxy.processes.parent import ProxyProcesses
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from fake_node import FakeNode
 
@@ -363,6 +366,19 @@ def test_a_proxy_without_room_for_processes_says_so(
     monkeypatch.setattr("pd.proxy.processes.process.subprocess.Popen", none)
     with pytest.raises(SetupError, match=r"cannot be started \(Too many open files\)"):
         cluster.proxy(workers=2)
+
+
+def test_processes_need_neither_a_disk_nor_the_working_directory(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever writes to a mapped file for which the disk has no room is ended by SIGBUS. In the
+    working directory there may be an older clone of pd."""
+    (tmp_path / "pd").mkdir()
+    (tmp_path / "pd" / "__init__.py").write_text("raise SystemExit('this is another pd')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    assert httpx.get(f"{cluster.proxy(workers=2).url}/health").status_code == 200
 
 
 class Told:

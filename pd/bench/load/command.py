@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import TYPE_CHECKING, Any
 
 from pd.bench.load.aiperf import read_aiperf_records
@@ -52,6 +53,18 @@ def check_places(args: argparse.Namespace) -> None:
     for flag, path in (("--output-dir", args.output_dir), ("--save-result", args.save_result)):
         if path is not None and not path.absolute().parent.is_dir():
             raise UsageError(f"{flag} {path}: there is no directory {path.absolute().parent}")
+        if path is not None:
+            _check_writable(flag, path.absolute())
+    if args.output_dir is not None and args.output_dir.is_file():
+        raise UsageError(f"--output-dir {args.output_dir} is a file")
+
+
+def _check_writable(flag: str, path: Path) -> None:
+    where = path if path.is_dir() else path.parent
+    try:
+        tempfile.TemporaryFile(dir=where).close()
+    except OSError as error:
+        raise UsageError(f"{flag}: nothing can be written in {where}: {error.strerror}") from None
 
 
 def measure_and_write(

@@ -12,7 +12,6 @@ import queue
 import selectors
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 from collections import deque
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from pd.core.children import module_command, signals_held_back
 from pd.core.errors import NodeFailedError, SetupError
 from pd.engine.tensor_parallel.group import ProcessGroup
 from pd.engine.tensor_parallel.messages import (
@@ -73,11 +73,10 @@ class _Worker:
         self.inbox: queue.SimpleQueue[RankMessage | None] = queue.SimpleQueue()
         self.memory = os.memfd_create(f"pd-kv-rank-{rank}")
         descriptors = [theirs.fileno(), self.memory]
-        command = [sys.executable, "-m", "pd.engine.tensor_parallel.worker"]
-        with theirs:
+        with theirs, signals_held_back():
             # Standard output belongs to the node itself, and so does a terminal's Ctrl-C.
             self.process = subprocess.Popen(
-                [*command, *map(str, descriptors)],
+                module_command("pd.engine.tensor_parallel.worker", *descriptors),
                 pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
                 stdout=2,
@@ -163,7 +162,14 @@ class Leader:
         torch.set_num_threads(threads)
         for worker in self._workers:
             self._receive(worker, Joining)
-        self.group = ProcessGroup(0, config.tp_size, rendezvous, device)
+        try:
+            self.group = ProcessGroup(0, config.tp_size, rendezvous, device)
+        except RuntimeError as error:
+            # A rank that ended while the others waited for it, which the reader may know first.
+            self._failed.wait(_NOTICE_SECONDS)
+            raise SetupError(
+                self.failure or f"the tensor-parallel ranks cannot connect: {error}"
+            ) from error
 
     # ---- building
 

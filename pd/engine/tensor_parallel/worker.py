@@ -13,7 +13,6 @@ import faulthandler
 import logging
 import os
 import select
-import signal
 import socket
 import sys
 import threading
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
+from pd.core.children import ignore_ending_signals
 from pd.core.config import NodeConfig
 from pd.core.errors import PDError
 from pd.engine.engine import Engine, rank_device
@@ -51,8 +51,7 @@ logger = logging.getLogger(__name__)
 def main() -> NoReturn:
     """Serve until rank 0 is gone or something fails."""
     faulthandler.enable()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_ending_signals()
     channel = RankChannel(socket.socket(fileno=int(sys.argv[1])))
     threading.Thread(
         target=_exit_on_close, args=(channel.socket,), name="tp-exit", daemon=True

@@ -10,13 +10,13 @@ import asyncio
 import faulthandler
 import logging
 import mmap
-import signal
 import socket
 import sys
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from pd.core.brief import brief
+from pd.core.children import ignore_ending_signals
 from pd.core.errors import InvalidRequestError, PDError, UnavailableError, error_from_kind
 from pd.core.exit import leave
 from pd.core.logs import configure_logging
@@ -170,8 +170,7 @@ async def _run(link: int, handed: int, memory: mmap.mmap, count: int, number: in
 def main() -> None:
     """Serve until the parent says so. It alone decides about signals, which a terminal or a
     service manager sends to all processes at once."""
-    for name in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(name, signal.SIG_IGN)
+    ignore_ending_signals()
     faulthandler.enable()
     link, handed, memory, count, number = map(int, sys.argv[1:])
     configure_logging(logging.INFO, str(number))

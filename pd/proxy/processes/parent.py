@@ -11,11 +11,12 @@ import contextlib
 import copy
 import logging
 import mmap
+import os
 import tempfile
 import time
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING, cast, get_args
+from typing import TYPE_CHECKING, BinaryIO, cast, get_args
 
 import msgspec
 
@@ -92,7 +93,7 @@ class ProxyProcesses:
     async def start(self) -> None:
         """Bind and start the children. Raises SetupError or UsageError, of a child too."""
         config = self._config
-        self._memory = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as the proxy is
+        self._memory = _memory_file()
         self._memory.truncate(Ledger.size(config.workers))
         table = mmap.mmap(self._memory.fileno(), 0)
         self._ledger = Ledger(memoryview(table))
@@ -297,6 +298,14 @@ class ProxyProcesses:
         for name in get_args(Role):
             urls = [known for known in getattr(config, name) if known != url]
             setattr(config, name, [*urls, url] if name == role else urls)
+
+
+def _memory_file() -> BinaryIO:
+    """An empty file that processes can share. It lies in memory, since whoever writes to a mapped
+    file for which the disk has no room is ended by SIGBUS."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("pd-ledger"), "r+b")
+    return cast("BinaryIO", tempfile.TemporaryFile())
 
 
 class _Entry(msgspec.Struct):

@@ -7,9 +7,9 @@ import contextlib
 import logging
 import socket
 import subprocess
-import sys
 from typing import TYPE_CHECKING
 
+from pd.core.children import module_command, signals_held_back
 from pd.proxy.processes.connections import HandingSocket, kept_limit
 from pd.proxy.processes.link import LinkClosedError, ProcessLink
 from pd.proxy.processes.messages import (
@@ -66,13 +66,13 @@ class ChildProcess:
                 ours.enter_context(mine)
                 theirs.enter_context(their)
             descriptors = (their_link.fileno(), handed.fileno(), memory)
-            arguments = map(str, (*descriptors, count, number))
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", _MODULE, *arguments],
-                pass_fds=descriptors,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-            )
+            with signals_held_back():
+                self._process = subprocess.Popen(
+                    module_command(_MODULE, *descriptors, count, number),
+                    pass_fds=descriptors,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                )
             ours.pop_all()
         self.connections = HandingSocket(handing, kept_limit(count))
         self._link: ProcessLink[ToParent] = ProcessLink(

@@ -382,6 +382,8 @@ def test_ctrl_c_writes_what_there_is(scripted, tmp_path) -> None:
         (["--dataset-name", "random", "--trace-window", "9:3"], "--trace-window is START:END"),
         (["--dataset-name", "random", "--ramp-up-end-rps", "3"], "need --ramp-up-strategy"),
         (["--dataset-name", "random", "--output-dir", "/nowhere/x"], "no directory /nowhere"),
+        (["--dataset-name", "random", "--output-dir", "/proc/x"], "be written in /proc: "),
+        (["--dataset-name", "random", "--output-dir", __file__], "is a file"),
         (["--dataset-name", "random", "--layout", "split"], "give its file with --cluster"),
         (["--cluster", "x.yaml"], "--cluster needs a run under load: give --dataset-name"),
         (["--dataset-name", "random"], "cannot reach http://127.0.0.1:9"),
