@@ -23,7 +23,10 @@ def module_command(module: str, *arguments: object) -> list[str]:
     Python looks for modules in the working directory first, where another ``pd`` may be, such as an
     older clone. So it is kept from that (``-P``), unless this pd stands there.
     """
-    is_here = os.path.samefile(_ROOT, os.curdir)
+    try:
+        is_here = os.path.samefile(_ROOT, os.curdir)
+    except OSError:  # the working directory was removed
+        is_here = False
     flags = [] if is_here else ["-P"]
     return [sys.executable, *flags, "-m", module, *map(str, arguments)]
 
