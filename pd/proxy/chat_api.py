@@ -50,7 +50,7 @@ class ChatAPI:
         job = Job(names.rid, ENDPOINT, owner=owner, is_named=names.is_given, streaming=asked.stream)
         job.grammar_fields = plan.grammar_fields
         renderer = _ChatRenderer(job, asked, names.shown, model, plan)
-        return self._service.respond(job, [spec], renderer, asked.timeout)
+        return self._service.respond(job, [spec], renderer, asked.timeout, names.shown)
 
 
 def _prepare(asked: ChatRequest, rid: str, model: ModelView) -> tuple[Spec, OutputPlan]:

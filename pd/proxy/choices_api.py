@@ -100,7 +100,7 @@ async def choose(
         together=True,
     )
     renderer = _ChoicesRenderer(job, model, names.shown, asked.choices_method, prepared)
-    return service.respond(job, prepared.specs, renderer, asked.timeout)
+    return service.respond(job, prepared.specs, renderer, asked.timeout, names.shown)
 
 
 def _check_characters(prompt: str | list[int], choices: list[str | list[int]]) -> None:

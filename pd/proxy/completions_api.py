@@ -48,7 +48,7 @@ class CompletionsAPI:
         job = Job(names.rid, ENDPOINT, owner=owner, is_named=names.is_given, streaming=asked.stream)
         job.grammar_fields = GrammarFields.of(asked.grammar_field)
         renderer = _CompletionRenderer(job, asked, names.shown, model, echoed)
-        return self._service.respond(job, specs, renderer, asked.timeout)
+        return self._service.respond(job, specs, renderer, asked.timeout, names.shown)
 
 
 def _prepare(

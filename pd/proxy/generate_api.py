@@ -72,7 +72,7 @@ class GenerateAPI:
         renderer = _GenerateRenderer(
             job, model, shown, as_list=as_list, cumulative=not asked.incremental
         )
-        return self._service.respond(job, specs, renderer, asked.timeout)
+        return self._service.respond(job, specs, renderer, asked.timeout, whole.shown)
 
 
 def _names_of_prompts(

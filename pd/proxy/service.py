@@ -110,9 +110,12 @@ class Service:
         self._dispatcher.admission.check(num_prompts)
 
     def respond(
-        self, job: Job, specs: list[Spec], renderer: Renderer, timeout: float | None
+        self, job: Job, specs: list[Spec], renderer: Renderer, timeout: float | None, shown: str
     ) -> Response:
-        response = JobResponse(self._dispatcher, job, specs, renderer, timeout, self._background)
+        """The response to a request that is shown under this name, see :class:`Names`."""
+        response = JobResponse(
+            self._dispatcher, job, specs, renderer, timeout, self._background, shown
+        )
         if self._claims is not None and job.is_named:
             return ClaimingResponse(response, job, specs, self._claims)
         return response

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -40,6 +41,8 @@ RETRY_AFTER_SECONDS = 1
 FREE_EVENT_BYTES = 16 << 10
 CUMULATIVE_BYTES_PER_SECOND = 4 << 20
 DONE = b"data: [DONE]\n\n"
+# Names of requests that may stand in a header.
+_HEADER_VALUE = re.compile("[!-~]+")
 
 _encoder = msgspec.json.Encoder()
 
@@ -50,8 +53,8 @@ def json_response(
     return Response(_encoder.encode(value), status, headers, "application/json")
 
 
-def error_response(error: PDError) -> Response:
-    headers = {}
+def error_response(error: PDError, headers: dict[str, str] | None = None) -> Response:
+    headers = dict(headers or {})
     if isinstance(error, QueueFullError | UnavailableError):
         headers["Retry-After"] = str(RETRY_AFTER_SECONDS)
     if isinstance(error, DeadlineExceededError):
@@ -95,8 +98,11 @@ class JobResponse(Response):
         renderer: Renderer,
         timeout: float | None,
         background: Background,
+        name: str,
     ) -> None:
+        """``name``: the response's ``X-Request-Id``, if a header can have it."""
         super().__init__()
+        self._named = {"X-Request-Id": name} if _HEADER_VALUE.fullmatch(name) else {}
         self._dispatcher = dispatcher
         self._job = job
         self._specs = specs
@@ -121,7 +127,7 @@ class JobResponse(Response):
                     await (await self._whole())(scope, receive, send)
         except PDError as error:
             if job.outcome is None:
-                await error_response(error)(scope, receive, send)
+                await error_response(error, self._named)(scope, receive, send)
         finally:
             if watcher is not None:
                 watcher.cancel()
@@ -138,7 +144,9 @@ class JobResponse(Response):
         size = logprobs.size(entries, top) + sum(
             choice.text_length for generation in job.generations for choice in generation.choices
         )
-        return await self._background.run(size, lambda: json_response(self._renderer.body()))
+        return await self._background.run(
+            size, lambda: json_response(self._renderer.body(), headers=self._named)
+        )
 
     async def _stream(self, send: Send, scope: Scope, receive: Receive) -> None:
         job = self._job
@@ -150,6 +158,7 @@ class JobResponse(Response):
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
         ]
+        headers += [(b"x-request-id", name.encode()) for name in self._named.values()]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         writer: NewsWriter | None = None
         body: BodyWriter | None = scope.get("state", {}).get("body_writer")

@@ -34,6 +34,22 @@ def test_models(client: openai.OpenAI) -> None:
     assert client.models.retrieve("fake").id == "fake"
 
 
+def test_answers_have_their_id_as_a_header(client: openai.OpenAI) -> None:
+    """Where a header can have it."""
+    answer = client.chat.completions.create(model="fake", messages=HELLO)
+    assert answer._request_id == answer.id
+    headers = {"X-Request-Id": "trace-7"}
+    raw = client.completions.with_raw_response.create(
+        model="fake", prompt="hello", stream=True, extra_headers=headers
+    )
+    assert raw.request_id == "trace-7"
+    assert {event.id for event in raw.parse()} == {"trace-7"}
+    answer = client.chat.completions.create(
+        model="fake", messages=HELLO, extra_body={"rid": "a\r\nX-Other: b"}
+    )
+    assert (answer.id, answer._request_id) == ("a\r\nX-Other: b", None)
+
+
 def test_chat(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model="fake", messages=HELLO, logprobs=True, top_logprobs=3, seed=1, user="me", n=2
