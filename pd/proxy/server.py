@@ -89,7 +89,8 @@ class Proxy:
         self._differences: set[str] = set()
 
     async def start(self) -> None:
-        """Bind, begin to watch the nodes, serve. Raises SetupError if the port is in use."""
+        """Bind, begin to watch the nodes, serve. Raises SetupError if the port is in use, or if the
+        system lacks what serving it needs, such as descriptors."""
         config, shared = self.config, self._shared
         certificate = config.make_certificate()
         source: ConnectionSource
@@ -136,6 +137,8 @@ class Proxy:
         self._serving = asyncio.create_task(self._server.serve_from(source))
         while not self._server.started and not self._serving.done():
             await asyncio.sleep(0.005)
+        if not self._server.started and (error := self._serving.exception()) is not None:
+            raise SetupError(f"cannot serve {self.url}: {error}") from error
 
     def _build(self, text_models: TextModels, *, on_loopback: bool) -> None:
         config, shared = self.config, self._shared
@@ -318,10 +321,11 @@ async def serve(proxy: Served, on_ready: Callable[[str, str], None]) -> None:
     raise_file_limit()
     await proxy.start()
     try:
-        await _first(proxy.wait_ready(READY_GRACE_SECONDS), proxy.stop_requested())
-        freeze_objects()
-        on_ready(proxy.url, proxy.instance_id)
-        await proxy.stop_requested()
+        ended = await _first(proxy.wait_ready(READY_GRACE_SECONDS), proxy.stop_requested())
+        if not ended[1]:
+            freeze_objects()
+            on_ready(proxy.url, proxy.instance_id)
+            await proxy.stop_requested()
         await _first(proxy.drain(), proxy.hurry_requested())
     finally:
         await proxy.stop()
@@ -335,13 +339,15 @@ def stop_on_signals(proxy: Served) -> None:
             loop.add_signal_handler(number, proxy.request_stop)
 
 
-async def _first(*waits: Coroutine[Any, Any, object]) -> None:
-    """Wait for one of several and give the others up."""
+async def _first(*waits: Coroutine[Any, Any, object]) -> list[bool]:
+    """Wait for one of several and give the others up; returns which of them ended."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    ended = [task.done() for task in tasks]
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+    return ended
 
 
 def url_of(host: str, port: int, *, is_encrypted: bool = False) -> str:

@@ -20,8 +20,11 @@ import pytest
 from processes import LAUNCH, Process, Stream, deployment, free_port, wait_until
 
 from pd import cli
+from pd.core.errors import SetupError
 from pd.core.starvation import read_run_delays, thread_run_delay
 from pd.embedded import EMBEDDED_MODEL
+from pd.proxy.config import ProxyConfig
+from pd.proxy.server import ProxyThread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -260,9 +263,9 @@ def test_a_signal_to_all_processes_of_a_proxy_that_starts_ends_it_cleanly(
         wait_until(lambda: len(children(running.child.pid)) == 2, 30.0)
         for pid in (*children(running.child.pid), running.child.pid):
             os.kill(pid, number)
-        running.child.communicate(timeout=60)
+        output, _ = running.child.communicate(timeout=60)
         log = running.log.read_text()
-        assert running.child.returncode == 0, log
+        assert (running.child.returncode, output) == (0, ""), log
         assert "Traceback" not in log and "ERROR" not in log, log
     finally:
         running.stop()
@@ -303,6 +306,17 @@ def test_a_ready_line_that_cannot_be_printed_ends_the_process_with_a_line(tmp_pa
     assert ended.stderr == (
         "pd-launch proxy: cannot print the ready line on standard output: No space left on device\n"
     )
+
+
+def test_a_proxy_that_cannot_serve_its_port_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the last descriptor went to the port itself."""
+
+    async def none_left(self: object, sockets: object = None) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr("pd.core.connections.GuardedServer.startup", none_left)
+    with pytest.raises(SetupError, match=r"cannot serve http://127.0.0.1:\d+: .*Too many open"):
+        ProxyThread(ProxyConfig(port=0)).start()
 
 
 def test_what_the_machine_refuses_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
+import signal
 import subprocess
 import sys
 import threading
@@ -23,6 +25,8 @@ MODULE = "pd.bench.load.worker"
 _MAX_LINE_BYTES = 64 << 20
 _SHOWN_CHARACTERS = 120
 _LOG_BYTES = 4096
+# A process that has closed its output is about to end.
+_END_SECONDS = 1.0
 _LOG_CHARACTERS = 500
 
 
@@ -122,7 +126,15 @@ class LoadProcess:
             raise self.ended() from None
 
     def ended(self) -> SetupError:
-        """The error for a process that has ended too early, with the end of its log."""
+        """The error for a process that has ended too early, with the signal that killed it or the
+        end of its log."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_SECONDS)
+        status = self._process.returncode
+        if status is not None and status < 0:
+            return SetupError(
+                f"load process {self.name} was killed by {signal.Signals(-status).name}"
+            )
         if self.place.log is None:
             return SetupError(f"load process {self.name} ended; its messages are above")
         with self.place.log.open("rb") as log:

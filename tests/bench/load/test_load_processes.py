@@ -15,6 +15,7 @@ from pd.bench.load.load_process import LoadPlace
 from pd.bench.load.plan import Plan
 from pd.bench.load.processes import LoadProcesses, Run
 from pd.bench.load.target import EndpointAddress
+from pd.core.errors import SetupError
 
 if TYPE_CHECKING:
     from pd.core.errors import PDError
@@ -71,6 +72,11 @@ def test_a_process_that_hangs_costs_its_own_records_and_is_named(
     assert run.interrupted
     assert [record.session for record in run.records] == list(range(7))
     assert (run.silent, [load.process for load in run.loads]) == (["far/0"], ["near/0"])
+
+
+def test_a_process_that_was_killed_is_named_with_the_signal() -> None:
+    with pytest.raises(SetupError, match="load process near/0 was killed by SIGKILL"):
+        run_of(LoadPlace("near/0", ("sh", "-c", "kill -9 $$")))
 
 
 @pytest.mark.parametrize(
