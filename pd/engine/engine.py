@@ -186,6 +186,14 @@ class Engine:
                 f"{free / 2**30:.1f} are free now: free some, lower --kv-cache-tokens or "
                 "--mem-fraction if they are given, or use more GPUs (--tp-size)"
             ) from error
+        except RuntimeError as error:
+            # torch has no type for an allocation that fails on a CPU.
+            if "can't allocate memory" not in str(error):
+                raise
+            raise SetupError(
+                f"{config.model_name} does not fit into the memory that this machine has free: free "
+                "some, or lower --kv-cache-tokens if it is given"
+            ) from error
 
     @classmethod
     def _build_rank(

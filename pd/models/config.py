@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pd.core.errors import UnsupportedModelError, UsageError
+from pd.core.node_info import MAX_LAYERS
 from pd.models.refusals import ROPE_TYPES, check_supported, rope_type
 from pd.models.registry import find_architecture, model_type_of
 from pd.models.settings import mapping, number, positive_int, positive_int_or, read_json
@@ -168,6 +169,10 @@ class ModelConfig:
             raise UnsupportedModelError(
                 f"num_attention_heads {self.num_heads} is not a multiple of "
                 f"num_key_value_heads {self.num_kv_heads}"
+            )
+        if self.num_layers > MAX_LAYERS:
+            raise UnsupportedModelError(
+                f"num_hidden_layers {self.num_layers} is more than {MAX_LAYERS}"
             )
         if self.head_dim % 2:
             raise UnsupportedModelError(f"head_dim {self.head_dim} is odd")

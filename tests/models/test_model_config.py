@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from checkpoints import ARCHITECTURES
 
-from pd.core.errors import UnsupportedModelError, UsageError
+from pd.core.config import NodeConfig
+from pd.core.errors import SetupError, UnsupportedModelError, UsageError
+from pd.engine.engine import Engine
 from pd.models.config import ModelConfig, RopeConfig, find_checkpoint
 
 if TYPE_CHECKING:
@@ -185,6 +187,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok 9 of 8 experts"),
     ("qwen3_moe", {"num_experts": 0}, "8 of 0 experts"),
     ("llama", {"num_key_value_heads": 3}, "num_key_value_heads 3"),
+    ("llama", {"num_hidden_layers": 1_000_000}, "num_hidden_layers 1000000 is more than 4096"),
     ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "SequenceClassification"),
     ("gpt2", {}, "'gpt2'"),
 ]
@@ -343,3 +346,10 @@ class TestFingerprint:
         other = dataclasses.replace(config, rms_norm_eps=1e-6)
         assert same.fingerprint(tmp_path, "dummy") == config.fingerprint(tmp_path, "dummy")
         assert other.fingerprint(tmp_path, "dummy") != config.fingerprint(tmp_path, "dummy")
+
+
+def test_a_model_that_no_memory_holds_is_refused_in_one_line(tmp_path: Path) -> None:
+    config = small("llama", vocab_size=10**12)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SetupError, match="does not fit into the memory that this machine has free"):
+        Engine.build(NodeConfig(role="unified", model=tmp_path, load_format="dummy", device="cpu"))
