@@ -191,8 +191,8 @@ class Engine:
             if "can't allocate memory" not in str(error):
                 raise
             raise SetupError(
-                f"{config.model_name} does not fit into the memory that this machine has free: free "
-                "some, or lower --kv-cache-tokens if it is given"
+                f"{config.model_name} does not fit into the memory that this machine has free: "
+                "free some, or lower --kv-cache-tokens if it is given"
             ) from error
 
     @classmethod
