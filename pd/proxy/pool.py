@@ -367,26 +367,41 @@ class WorkerPool:
             wants_leases = self._roles is not None and self._lease.wanted()
             for worker in list(self.workers):
                 worker.wants_lease = wants_leases
-                # NOTE: this process heard no node while it stood still, so nodes are not blamed.
-                if late > HEARTBEAT_INTERVAL:
-                    worker.last_heard += late
-                before = worker.ready
-                worker.beat(self._sockets.instance_id, run_delays, self._meetings(worker))
-                if worker.ready != before:
-                    self._on_change()
-                silence = time.monotonic() - worker.last_heard
-                if worker.alive and silence > LEASE_SECONDS:
-                    self._lose(worker, f"no heartbeat for {silence:.1f} s", died=True)
-                elif worker.alive and (not worker.connected or silence > SILENCE_SECONDS):
-                    self._wake[worker].set()
-                elif worker.problem == NO_HEARTBEAT_YET and silence > LEASE_SECONDS:
-                    worker.problem = DEAF
-                    log.warning("%s %s", worker.url, DEAF)
+                try:
+                    self._look_after(worker, late, run_delays)
+                except Exception:  # a fault with one node must not end the others' heartbeats
+                    log.exception("looking after %s failed", worker.url)
             # NOTE: after this process stood still, heartbeats first say which proxy has the leases.
             if self._roles is not None and late <= HEARTBEAT_INTERVAL:
-                self._roles.look(time.monotonic())
+                try:
+                    self._roles.look(time.monotonic())
+                except Exception:  # nor must one with roles
+                    log.exception("looking at roles failed")
             due = time.monotonic() + HEARTBEAT_INTERVAL
             await asyncio.sleep(HEARTBEAT_INTERVAL)
+
+    def _look_after(self, worker: Worker, late: float, run_delays: dict[str, float]) -> None:
+        """Send a node a heartbeat, and see whether it answers those before.
+
+        Args:
+            late: seconds by which this process is late with it.
+            run_delays: of all nodes, by instance id.
+        """
+        # NOTE: this process heard no node while it stood still, so nodes are not blamed.
+        if late > HEARTBEAT_INTERVAL:
+            worker.last_heard += late
+        before = worker.ready
+        worker.beat(self._sockets.instance_id, run_delays, self._meetings(worker))
+        if worker.ready != before:
+            self._on_change()
+        silence = time.monotonic() - worker.last_heard
+        if worker.alive and silence > LEASE_SECONDS:
+            self._lose(worker, f"no heartbeat for {silence:.1f} s", died=True)
+        elif worker.alive and (not worker.connected or silence > SILENCE_SECONDS):
+            self._wake[worker].set()
+        elif worker.problem == NO_HEARTBEAT_YET and silence > LEASE_SECONDS:
+            worker.problem = DEAF
+            log.warning("%s %s", worker.url, DEAF)
 
     def _meetings(self, worker: Worker) -> dict[str, str]:
         """Nodes whose KV this one may receive, by instance id and registry."""

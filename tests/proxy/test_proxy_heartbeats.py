@@ -14,6 +14,7 @@ from fake_node import wait_until
 from pd.core.messages import heartbeat_identity
 from pd.proxy.channel import Sockets
 from pd.proxy.heartbeats import HUNG_SECONDS, LoopWatch
+from pd.proxy.worker import Worker
 
 if TYPE_CHECKING:
     from proxy_cluster import Cluster
@@ -126,6 +127,26 @@ def test_a_node_that_was_removed_is_no_longer_told(cluster: Cluster) -> None:
     told = first.heartbeats[name]
     wait_until(lambda: second.heartbeats[name] > count + 2)
     assert first.heartbeats[name] == told
+
+
+@pytest.mark.one_process("replaces a function of the proxy")
+def test_a_fault_with_one_node_does_not_end_the_heartbeats_of_others(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = cluster.node("unified"), cluster.node("unified")
+    beat = Worker.beat
+
+    def fail_for_one(worker: Worker, *arguments: Any) -> bool:
+        if worker.url == first.url:
+            raise RuntimeError("a fault of ours")
+        return beat(worker, *arguments)
+
+    monkeypatch.setattr(Worker, "beat", fail_for_one)
+    proxy = cluster.proxy()
+    assert proxy.proxy is not None
+    name = proxy.proxy.instance_id
+    wait_until(lambda: second.heartbeats.get(name, 0) > 3)
+    assert f"looking after {first.url} failed" in caplog.text
 
 
 def test_nodes_are_told_of_the_delays_of_all_nodes(cluster: Cluster) -> None:
