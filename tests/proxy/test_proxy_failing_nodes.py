@@ -93,7 +93,7 @@ def test_a_node_that_is_to_be_empty_finishes_what_no_other_could(cluster: Cluste
     assert (len(node.generates), node.aborts) == (1, [])
 
 
-@pytest.mark.one_process("looks into the process")
+@pytest.mark.one_process("reads the dispatcher's state")
 def test_a_node_that_was_removed_while_it_left_is_forgotten(cluster: Cluster) -> None:
     nodes = [cluster.node("unified", auto=False) for _ in range(2)]
     proxy = cluster.proxy(failover="on", text=False)
