@@ -17,6 +17,7 @@ from tiny import tiny_node
 
 from pd.proxy.config import ProxyConfig
 from pd.proxy.processes.parent import ProxyProcesses
+from pd.proxy.reported_prefixes import ReportedPrefixes
 from pd.proxy.server import Proxy, ProxyThread
 from pd.radix.prefix_hashes import as_numbers
 
@@ -210,6 +211,9 @@ def test_the_proxy_knows_what_nodes_have_cached_under_eviction(
     caches = [server.node.core.memory.radix for server in (deployment.prefill, deployment.decode)]
 
     def is_known() -> bool:
+        # Before its first report a node has the tree of what was sent there.
+        if not all(isinstance(worker.tree, ReportedPrefixes) for worker in workers):
+            return False
         pairs = zip(workers, caches, strict=True)
         return all(w.tree._held == set(as_numbers(cache.hashes())) for w, cache in pairs)
 
