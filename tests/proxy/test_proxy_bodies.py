@@ -232,7 +232,7 @@ LOGPROB_BODY = {
 def test_log_probabilities_in_the_system_are_bounded_until_their_answer_is_given(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two prompts the first has been answered, but the proxy keeps the answer for the second."""
+    """The proxy keeps the answer to the first of two prompts until the second is answered."""
     monkeypatch.setattr("pd.proxy.admission.MAX_LOGPROBS", 1300)
     node = cluster.node("unified", auto=False)
     proxy = cluster.proxy()

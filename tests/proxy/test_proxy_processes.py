@@ -371,8 +371,8 @@ def test_a_proxy_without_room_for_processes_says_so(
 def test_processes_need_neither_a_disk_nor_the_working_directory(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever writes to a mapped file for which the disk has no room is ended by SIGBUS. In the
-    working directory there may be an older clone of pd."""
+    """A process that writes to a mapped file for which the disk has no room is ended by SIGBUS. The
+    working directory may hold an older clone of pd."""
     (tmp_path / "pd").mkdir()
     (tmp_path / "pd" / "__init__.py").write_text("raise SystemExit('this is another pd')")
     monkeypatch.chdir(tmp_path)

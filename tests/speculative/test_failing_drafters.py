@@ -201,14 +201,19 @@ class FailingSampler:
         return self._sampler.launch(logits, prepared)
 
 
+def draft_model_cluster(num_tokens: int) -> Cluster:
+    """A unified node whose draft model guesses so many tokens in every step."""
+    settings = {"speculative_adaptive": "off", "speculative_num_draft_tokens": num_tokens}
+    settings |= {"speculative_algorithm": "draft", "speculative_draft_model": tiny_model()}
+    return tiny_cluster(0, 0, 1, **settings)
+
+
 @pytest.mark.parametrize("where", ["prepare", "launch"])
 @pytest.mark.parametrize("penalty", ["frequency_penalty", "repetition_penalty"])
 def test_penalties_after_the_sampling_of_a_draft_failed(penalty: str, where: str) -> None:
     params = {"max_tokens": 60, "temperature": 0.8, "seed": 3, penalty: 1.5}
     expected = plain_answer(PROMPTS[1], **params)
-    settings = {"speculative_adaptive": "off", "speculative_num_draft_tokens": 1}
-    settings |= {"speculative_algorithm": "draft", "speculative_draft_model": tiny_model()}
-    with tiny_cluster(0, 0, 1, **settings) as cluster:
+    with draft_model_cluster(1) as cluster:
         drafter: Any = cluster.unified[0].node.core.drafter
         drafter._sampler = failing = FailingSampler(drafter._sampler, where)
         assert cluster.client.generate(PROMPTS[1], targets(cluster), **params).result() == expected
@@ -220,9 +225,7 @@ def test_penalties_after_the_sampling_of_a_draft_failed(penalty: str, where: str
 def test_penalties_after_a_pass_of_a_draft_model_failed(penalty: str) -> None:
     params = {"max_tokens": 40, "temperature": 0.8, "seed": 3, penalty: 1.5}
     expected = plain_answer(PROMPTS[1], **params)
-    settings = {"speculative_adaptive": "off", "speculative_num_draft_tokens": 3}
-    settings |= {"speculative_algorithm": "draft", "speculative_draft_model": tiny_model()}
-    with tiny_cluster(0, 0, 1, **settings) as cluster:
+    with draft_model_cluster(3) as cluster:
         drafter: Any = cluster.unified[0].node.core.drafter
         forward, calls = drafter._runner.forward, itertools.count(1)
 
