@@ -43,7 +43,7 @@ def served() -> Iterator[Served]:
 
 def test_measures_alone_and_under_load(served, tmp_path, capsys) -> None:
     output = tmp_path / "serve.json"
-    flags = ["--url", served.url, "--unloaded", "24,80", "--repeats", "2", "--outputs", "5"]
+    flags = ["--url", served.url, "--unloaded", "24,80", "--repeats", "4", "--outputs", "5"]
     load = "streams=2,in=10,out=60,long=64,every=1,long_out=3,seconds=2"
     assert cli.bench(["serve", *flags, "--load", load, "--output", str(output)]) == 0
     report = json.loads(output.read_text())
@@ -55,7 +55,8 @@ def test_measures_alone_and_under_load(served, tmp_path, capsys) -> None:
         first = rows[f"unloaded:{length}", "first token"]
         second = rows[f"unloaded:{length}", "second token after the first"]
         last = rows[f"unloaded:{length}", "last token"]
-        assert first["count"] == second["count"] == last["count"] == 2
+        assert first["count"] == last["count"] == 4
+        assert 1 <= second["count"] <= 4  # less those that came together with the first
         assert 0 < first["p50_ms"] < last["p50_ms"]
         assert 0 < second["p50_ms"] < last["p50_ms"]
     assert rows["load", "first token of long prompts"]["count"] == 2
