@@ -19,7 +19,7 @@ from pd.core.logs import configure_logging
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 # The machine or the user's rights are to blame for an operation that fails with one of these.
 _LACKS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO}
@@ -182,7 +182,7 @@ def _status(program: str, run: Callable[[], int]) -> int:
         # OSError, and errors of libraries that have its number, such as those of ZMQ.
         if getattr(error, "errno", None) not in _LACKS:
             raise
-        log.debug("%s", program, exc_info=True)
+        logger.debug("%s", program, exc_info=True)
         where = getattr(error, "filename", None)
         why = getattr(error, "strerror", error)
         print(f"{program}: {f'{where}: ' if where else ''}{why}", file=sys.stderr)

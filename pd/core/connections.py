@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import Callable, Iterator
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _TICKS_PER_SWEEP = 5  # of a tenth of a second
 _ACCEPTS_PER_TURN = 64
@@ -134,7 +134,7 @@ class Listener:
         self._socket = sock
         self._make_protocol = partial(make_protocol, self)
         self._loop = asyncio.get_running_loop()
-        self._seldom = Seldom(log)
+        self._seldom = Seldom(logger)
         # Accepted, but their protocol does not know of it yet.
         self._connecting: set[asyncio.Task[None]] = set()
         self._open: set[GuardedProtocol] = set()
@@ -234,7 +234,7 @@ class Listener:
             await self._loop.connect_accepted_socket(self._make_protocol, connection)
         except OSError as error:  # it was closed already
             connection.close()
-            log.debug("a connection ended at once: %s", error)
+            logger.debug("a connection ended at once: %s", error)
 
     def _make_room(self) -> bool:
         """Whether another connection may be held, closing one without a request if need be."""

@@ -11,14 +11,14 @@ import msgspec
 # between the two a kernel becomes efficient; beyond the second their cost is proportional.
 KNEES = (64, 512)
 
-# Prompts get on with so many tokens a step, whatever answers beside them lose, lest they starve.
-# Where that misses the objective, with as many more as make the step this many times as long: for
-# hardly any time more they get on several times as fast.
+# Every step computes at least LEAST_SLICE tokens of prompts that wait, even if answers beside them
+# miss their objective, so that prompts do not starve. Where they miss it, a step computes as many
+# more as make it _MISS_FACTOR times as long: that is several times as many tokens.
 LEAST_SLICE = 64
 _MISS_FACTOR = 1.25
-# A few prompt tokens are computed in steps that take hardly longer than the answers' own: so many
-# times as long as one with the least slice. They are few if they are done all the same within this
-# many times what a step may take.
+# A few prompt tokens are computed in steps that take at most _GENTLE_FACTOR times as long as one with
+# LEAST_SLICE. They are few if they are done all the same within _GENTLE_STEPS times what a step may
+# take.
 _GENTLE_FACTOR, _GENTLE_STEPS = 1.1, 4
 
 _Coefficient = Annotated[float, msgspec.Meta(ge=0.0, le=1e3)]

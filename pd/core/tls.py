@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 # One call reads so much: OpenSSL returns no more than a record, which has 16 KiB.
 _READ_BYTES = 16 << 10
@@ -146,7 +146,7 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
 
     def _fail(self, error: ssl.SSLError) -> None:
         """Close the connection of a client that does not speak TLS as it should."""
-        log.debug("a connection is closed: %s", error)
+        logger.debug("a connection is closed: %s", error)
         self._is_closing = True
         self._flush()  # an alert says why
         self._plain.close()
@@ -170,7 +170,7 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
             while rest:  # a record of each turn
                 rest = rest[self._tls.write(rest) :]
         except ssl.SSLError as error:
-            log.debug("a connection is ended: %s", error)
+            logger.debug("a connection is ended: %s", error)
             self.abort()
             return
         self._flush()

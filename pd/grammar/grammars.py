@@ -78,7 +78,8 @@ class Grammars:
     Attributes:
         outcomes: how often a grammar was wanted and was ``cached``, ``compiled``, ``refused`` as
             wrong or too large, or ``unavailable``.
-        compile_seconds, num_compiled: time that processes took to compile, and how many grammars.
+        compile_seconds, num_compiled: time until new grammars could be used, from their turn on, and
+            how many they were.
     """
 
     def __init__(

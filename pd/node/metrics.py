@@ -69,7 +69,7 @@ class NodeGauges(Collector):
         yield GaugeMetricFamily("pd_grammar_cache_bytes", "Compiled grammars kept", value=kept)
         yield SummaryMetricFamily(
             "pd_grammar_compile_seconds",
-            "Time that processes took to compile a grammar",
+            "Time until a new grammar could be used, from its turn on",
             count_value=grammars.num_compiled,
             sum_value=grammars.compile_seconds,
         )

@@ -38,7 +38,7 @@ def _parts(output: Output) -> Iterator[Output]:
 
 
 def _messages(outputs: list[Output]) -> Iterator[list[Output]]:
-    """Outputs in their order, so many to a message as are far from the largest."""
+    """Outputs in their order, in messages that are far from ``MAX_MESSAGE_BYTES``."""
     if not any(output.logprobs or output.prompt_logprobs for output in outputs):
         yield outputs
         return

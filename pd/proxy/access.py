@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 # Paths that load balancers and Prometheus ask for, which have no key.
 OPEN_PATHS = ("/health", "/readiness", "/ping", "/metrics")
@@ -64,7 +64,7 @@ def load_api_keys(path: Path) -> list[ApiKey]:
         raise UsageError(f"--api-keys {path} holds no key: {_LINE}")
     check_api_keys(keys)
     if others_read:
-        log.warning("every user of this host can read the keys in %s: chmod 600 it", path)
+        logger.warning("every user of this host can read the keys in %s: chmod 600 it", path)
     return keys
 
 

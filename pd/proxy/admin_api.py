@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from pd.proxy.routing import Router
     from pd.proxy.service import Service
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -161,7 +161,7 @@ class AdminAPI:
         rid = asked.rid
         if rid is None or asked.abort_all:
             caller = self._access.check_admin(request.scope)
-            log.info("all requests aborted by %s", caller.name)
+            logger.info("all requests aborted by %s", caller.name)
             return json_response(AbortResult(aborted=await self._count(AbortAll())))
         caller = caller_of(request.scope)
         count = await self._count(AbortRid(rid, None if caller.is_admin else caller.owner))

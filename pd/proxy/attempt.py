@@ -1,4 +1,4 @@
-"""One try of nodes at a prompt, or at one choice of it that other nodes began."""
+"""One attempt of one or two nodes at a prompt, or at one choice of it that other nodes began."""
 
 from __future__ import annotations
 

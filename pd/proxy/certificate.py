@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from pd.core.errors import UsageError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 # The files are looked at for changes at most so often, when a client connects.
 LOOK_SECONDS = 1.0
@@ -58,11 +58,11 @@ class ServerCertificate:
         try:
             self._loaded = load_certificate(self._cert, self._key)
         except UsageError as error:
-            log.warning("the certificate in use stays: %s", error.message)
+            logger.warning("the certificate in use stays: %s", error.message)
             return
-        log.info("new connections get the certificate that --tls-cert %s has now", self._cert)
+        logger.info("new connections get the certificate that --tls-cert %s has now", self._cert)
         for warning in self.warnings:
-            log.warning("%s", warning)
+            logger.warning("%s", warning)
 
     def _state(self) -> list[tuple[int, int, int] | None]:
         """Return a value that changes when one of the files does; symbolic links are followed."""

@@ -16,7 +16,7 @@ from pd.core.numbering import Received, Sent
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 S = TypeVar("S", bound="zmq.Socket[Any]")
 
 Socket = zmq.Socket[bytes]
@@ -195,18 +195,18 @@ class NodeChannel:
         try:
             message = decode(frames[-1])
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
-            log.warning("dropped a malformed message of %d bytes: %s", len(frames[-1]), error)
+            logger.warning("dropped a malformed message of %d bytes: %s", len(frames[-1]), error)
             return
         if message.to != self._identity:
             return
         try:
             self._on_message(message)
         except Exception:  # one bad message must not silence the node
-            log.exception("failed to handle %s of %s", type(message).__name__, message.sender)
+            logger.exception("failed to handle %s of %s", type(message).__name__, message.sender)
 
     def _lacks(self, number: bytes) -> bool:
         try:
             return self._received.missing(number)
         except ValueError as error:
-            log.warning("%s", error)
+            logger.warning("%s", error)
             return False

@@ -1,4 +1,4 @@
-"""Brings requests to nodes and what comes back to their jobs."""
+"""Sends requests to nodes and passes their outputs to the jobs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from pd.proxy.routing import Route
     from pd.proxy.worker import Worker
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 # How long a finished answer waits for what the prefill node said about the prompt.
 LINGER_SECONDS = 1.0
@@ -251,7 +251,7 @@ class Dispatcher:
                 self._start(spec, job, route)
                 await job.finished()
         except PDError as error:
-            log.info("a probe failed: %s", error.message)
+            logger.info("a probe failed: %s", error.message)
 
     def nodes_changed(self) -> None:
         """A node became ready, or is no more."""
@@ -295,7 +295,7 @@ class Dispatcher:
         try:
             job.deliver()
         except Exception:  # a fault of ours must not leave this client or others waiting
-            log.exception("cannot write the answer of %s", job.rid)
+            logger.exception("cannot write the answer of %s", job.rid)
             self.end(job, PDError(INTERNAL), "internal")
 
     def _failed(self, worker: Worker, message: Failed) -> None:
@@ -356,7 +356,7 @@ class Dispatcher:
         if attempt is None or (worker is not attempt.first and worker is not attempt.decode):
             return
         if not 0 <= output.index < len(attempt.choices):
-            log.warning("%s sent choice %d of %d", worker.url, output.index, len(attempt.choices))
+            logger.warning("%s sent choice %d of %d", worker.url, output.index, len(attempt.choices))
             return
         generation, choice = attempt.generation, attempt.choices[output.index]
         previous, ended = choice.last_token_at, choice.finish is not None
@@ -371,7 +371,7 @@ class Dispatcher:
                 self._failovers.failed(attempt, worker, error)
             return
         except Exception:  # a fault of ours must not leave the client waiting
-            log.exception("cannot take the output of %s", worker.url)
+            logger.exception("cannot take the output of %s", worker.url)
             self._fail(generation, PDError(INTERNAL))
             return
         credit(attempt, worker, output, decode_began=attempt.decode_spoke and not decode_spoke)

@@ -1,4 +1,4 @@
-"""Sends what nodes have lost to others, behind the tokens that clients have."""
+"""Resumes lost attempts on other nodes, behind the tokens that clients have."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pd.proxy.suspicion import Death
     from pd.proxy.worker import Worker
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 # A node may leave up to so long after another one and still counts as leaving with it: the streams
 # of neither move before the proxy heard from every node later than that.
@@ -194,7 +194,7 @@ class Failovers:
             self._fail(attempt.generation, error)
 
     def _go_on(self, attempt: Attempt, error: PDError, history: History) -> None:
-        log.info("%s goes on elsewhere: %s", attempt.generation.spec.rid, error.message)
+        logger.info("%s goes on elsewhere: %s", attempt.generation.spec.rid, error.message)
         successors = self._replace(attempt, error.message, history)
         self._metrics.failovers.labels("moved").inc(len(successors))
         self._open_all(successors, error)
@@ -306,7 +306,7 @@ class Failovers:
     # ---- nodes
 
     def heard_from(self, worker: Worker) -> None:
-        """A node has told its state: move what it does not get on with, or is asked to give up."""
+        """Take a node's heartbeat: move the requests of one that is stuck or is being emptied."""
         if not self._max_failovers:
             return
         worker.breaker.stuck = worker.stuck
@@ -358,7 +358,7 @@ def _blame(attempt: Attempt, worker: Worker, fault: Fault, reason: str) -> None:
                 node.breaker.failed([attempt], reason, attempt.partner_of(node))
         if was_in and not attempt.hand_off.lets_in:
             urls = " to ".join(node.url for node in attempt.nodes)
-            log.warning("nothing is handed off from %s: %s", urls, attempt.hand_off.problem)
+            logger.warning("nothing is handed off from %s: %s", urls, attempt.hand_off.problem)
         return
     for node in attempt.nodes:
         if fault == "pair" or (node is worker) == (fault == "node"):

@@ -27,7 +27,7 @@ PROBLEM = "problem"
 MIN_INTEGER, MAX_INTEGER = -(1 << 63), (1 << 63) - 1
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 4096
-MAX_CHOICES = 1024
+MAX_OPTIONS = 1024
 # Wrong keys that a message names.
 _SHOWN = 8
 _PART = 1 << 16
@@ -187,8 +187,8 @@ def _check_stop(value: object) -> tuple[str, ...]:
 def _check_choices(value: object) -> list[str | list[int]]:
     if not isinstance(value, list):
         raise mismatch("a list of texts or lists of token ids", value)
-    if not 0 < len(value) <= MAX_CHOICES:
-        raise problem(f"must have 1 to {MAX_CHOICES} options, not {len(value)}")
+    if not 0 < len(value) <= MAX_OPTIONS:
+        raise problem(f"must have 1 to {MAX_OPTIONS} options, not {len(value)}")
     options: list[str | list[int]] = []
     for number, item in enumerate(value):
         option = item if isinstance(item, str) else _as_integers(item)
@@ -203,8 +203,8 @@ def _check_choices(value: object) -> list[str | list[int]]:
 def _check_choice_texts(value: object) -> object:
     if not isinstance(value, list):
         raise mismatch("a list of texts", value)
-    if not 0 < len(value) <= MAX_CHOICES:
-        raise problem(f"must have 1 to {MAX_CHOICES} texts, not {len(value)}")
+    if not 0 < len(value) <= MAX_OPTIONS:
+        raise problem(f"must have 1 to {MAX_OPTIONS} texts, not {len(value)}")
     if not are_all(str, value):
         raise mismatch("a list of texts", value)
     if "" in value:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from pd.proxy.channel import Sockets
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 HUNG_SECONDS = 10.0
 
@@ -100,7 +100,7 @@ class HeartbeatThread(threading.Thread):
             while not self._ended.wait(HEARTBEAT_INTERVAL):
                 if self._watch.hangs() != hung:
                     hung = not hung
-                    log.error("the event loop %s", "hangs" if hung else "turns again")
+                    logger.error("the event loop %s", "hangs" if hung else "turns again")
                 if not hung:
                     self._beat(context)
         finally:
@@ -117,7 +117,7 @@ class HeartbeatThread(threading.Thread):
             except zmq.ZMQError as error:
                 # The event loop has connected to the same endpoint, so this is for want of
                 # descriptors or memory. The other leases are kept, and this one is tried again.
-                log.warning("cannot keep the lease at %s: %s", endpoint, error)
+                logger.warning("cannot keep the lease at %s: %s", endpoint, error)
             else:
                 self._open[instance_id, endpoint] = socket
         for (instance_id, _), socket in self._open.items():

@@ -67,14 +67,16 @@ class Policy(Protocol):
         """The worker holds (or is about to hold) the KV of these tokens."""
 
 
-class _LoadOnly:
+class _IgnoresPrompt:
     """Base of the policies that do not look at the prompt."""
 
+    reason: str
+
     def prefill(self, workers: Sequence[Worker], prompt: Prompt) -> RouteChoice:
-        return RouteChoice(self._pick(workers, _prefill_load), type(self).__name__)
+        return RouteChoice(self._pick(workers, _prefill_load), self.reason)
 
     def decode(self, workers: Sequence[Worker], prompt: Prompt) -> RouteChoice:
-        return RouteChoice(self._pick(workers, _decode_load), type(self).__name__)
+        return RouteChoice(self._pick(workers, _decode_load), self.reason)
 
     def computed(self, worker: Worker, prompt: Prompt) -> None:
         pass
@@ -91,9 +93,11 @@ def _decode_load(worker: Worker) -> int:
     return worker.decode_load
 
 
-class RoundRobin(_LoadOnly):
-    """One after the other. When pairs begin to repeat, decode nodes go one further, so that every
-    prefill node meets every decode node."""
+class RoundRobin(_IgnoresPrompt):
+    """Chooses one after the other. When pairs begin to repeat, decode nodes go one further, so that
+    every prefill node meets every decode node."""
+
+    reason = "round_robin"
 
     def __init__(self) -> None:
         self._prefill_turns, self._decode_turns = count(), count()
@@ -101,23 +105,27 @@ class RoundRobin(_LoadOnly):
 
     def prefill(self, workers: Sequence[Worker], prompt: Prompt) -> RouteChoice:
         self._num_prefill = len(workers)
-        return RouteChoice(workers[next(self._prefill_turns) % len(workers)], "RoundRobin")
+        return RouteChoice(workers[next(self._prefill_turns) % len(workers)], self.reason)
 
     def decode(self, workers: Sequence[Worker], prompt: Prompt) -> RouteChoice:
         turn = next(self._decode_turns)
         repeats = turn // math.lcm(self._num_prefill, len(workers))
-        return RouteChoice(workers[(turn + repeats) % len(workers)], "RoundRobin")
+        return RouteChoice(workers[(turn + repeats) % len(workers)], self.reason)
 
 
-class Random(_LoadOnly):
+class Random(_IgnoresPrompt):
     """Chooses each worker with the same probability."""
+
+    reason = "random"
 
     def _pick(self, workers: Sequence[Worker], load: Callable[[Worker], int]) -> Worker:
         return random.choice(workers)
 
 
-class PowerOfTwo(_LoadOnly):
+class PowerOfTwo(_IgnoresPrompt):
     """Chooses the less loaded of two workers that are drawn at random (Mitzenmacher, 2001)."""
+
+    reason = "power_of_two"
 
     def _pick(self, workers: Sequence[Worker], load: Callable[[Worker], int]) -> Worker:
         return min(random.sample(workers, min(2, len(workers))), key=load)

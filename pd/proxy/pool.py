@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pd.core.node_info import Role
     from pd.proxy.channel import Sockets
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 POLL_INTERVAL = 1.0
 # How long a node that has not proved itself keeps others from the message port that it names.
@@ -175,10 +175,10 @@ class WorkerPool:
                 f"the role of {worker.url} stays {worker.role}: the node {known}", param="role"
             )
         if role == "auto":
-            log.info("proxies move the role of %s node %s by request", worker.role, worker.url)
+            logger.info("proxies move the role of %s node %s by request", worker.role, worker.url)
             worker.free_role()
         else:
-            log.info("%s node %s is a %s node by request", worker.role, worker.url, role)
+            logger.info("%s node %s is a %s node by request", worker.role, worker.url, role)
             worker.fix_role(role)
         if worker.roles is not None:
             self._tell_order(worker)
@@ -227,7 +227,7 @@ class WorkerPool:
             try:
                 await self._poll(worker)
             except Exception:  # whatever a node answers, the others need watching on
-                log.exception("polling %s failed", worker.url)
+                logger.exception("polling %s failed", worker.url)
             wake = self._wake[worker]
             wake.clear()
             await asyncio.sleep(MIN_POLL_PAUSE)
@@ -312,7 +312,7 @@ class WorkerPool:
             return
         worker.last_heard = time.monotonic()
         worker.problem = NO_HEARTBEAT_YET
-        log.info("%s node %s at %s", info.role, info.instance_id, worker.url)
+        logger.info("%s node %s at %s", info.role, info.instance_id, worker.url)
         # Nothing can be sent before the connection stands, and nothing else says when it does.
         for _ in range(CONNECT_TRIES):
             if worker.beat(self._sockets.instance_id):
@@ -370,13 +370,13 @@ class WorkerPool:
                 try:
                     self._look_after(worker, late, run_delays)
                 except Exception:  # a fault with one node must not end the others' heartbeats
-                    log.exception("looking after %s failed", worker.url)
+                    logger.exception("looking after %s failed", worker.url)
             # NOTE: after this process stood still, heartbeats first say which proxy has the leases.
             if self._roles is not None and late <= HEARTBEAT_INTERVAL:
                 try:
                     self._roles.look(time.monotonic())
                 except Exception:  # nor must one with roles
-                    log.exception("looking at roles failed")
+                    logger.exception("looking at roles failed")
             due = time.monotonic() + HEARTBEAT_INTERVAL
             await asyncio.sleep(HEARTBEAT_INTERVAL)
 
@@ -401,7 +401,7 @@ class WorkerPool:
             self._wake[worker].set()
         elif worker.problem == NO_HEARTBEAT_YET and silence > LEASE_SECONDS:
             worker.problem = DEAF
-            log.warning("%s %s", worker.url, DEAF)
+            logger.warning("%s %s", worker.url, DEAF)
 
     def _meetings(self, worker: Worker) -> dict[str, str]:
         """Nodes whose KV this one may receive, by instance id and registry."""
@@ -449,7 +449,7 @@ class WorkerPool:
             self._wake[worker].set()
         if not worker.alive and not worker.active:
             return
-        log.warning(
+        logger.warning(
             "lost %s node %s at %s: %s", worker.role, worker.instance_id, worker.url, reason
         )
         if worker.alive:

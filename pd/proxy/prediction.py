@@ -34,14 +34,15 @@ _STEPS_UNDER_WAY = 2
 # Where prompts take a smaller part of the nodes' time, answers are generated where steps are
 # shortest.
 _FEW_PROMPTS = 0.1
-# By so many answers a node must have more than another to be passed over for that one.
+# A node is passed over for another that has fewer answers, by this many at least.
 _MORE_STREAMS = 4
-# To move a request that waits must bring its first token forward by half a second, or by a third of
-# the objective if that is less, but by so many seconds and this part of it at least.
+# A request that waits is moved if that brings its first token forward by _GAIN_SECONDS, or by
+# _GAIN_SHARE of the objective if that is less, but by _LEAST_GAIN seconds and by a factor of
+# _LEAST_RATIO at least.
 _GAIN_SECONDS, _GAIN_SHARE, _LEAST_GAIN, _LEAST_RATIO = 0.5, 1 / 3, 0.05, 1.15
 # Output for which there should be memory where a request is generated.
 _EXPECTED_OUTPUT = 512
-# A prompt longer than this share of a pool is not handed off (see ReceivingEnd).
+# A prompt longer than this share of a pool is not handed off (``Preallocation`` in pd/decode_node).
 _LARGEST_SHARE = 0.5
 _IDLE = StepShape()
 

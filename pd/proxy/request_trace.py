@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from pd.proxy.generation import Generation
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 # Tokens for which a row has one hash, as in Mooncake's traces.
 BLOCK_TOKENS = 512
@@ -69,7 +69,7 @@ class RequestTrace:
         self._rows: queue.Queue[_Ended | None] = queue.Queue(_MOST_ROWS)
         self._lock = threading.Lock()
         self._tokens = 0
-        self._seldom = Seldom(log)
+        self._seldom = Seldom(logger)
         self._thread = threading.Thread(target=self._write, name="request-trace", daemon=True)
         self._thread.start()
 

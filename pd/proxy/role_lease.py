@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from pd.proxy.worker import Worker
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class DecisionLease:
@@ -50,7 +50,7 @@ class DecisionLease:
         if decides != self._decided:
             self._decided = decides
             verb = "decides" if decides else "no longer decides"
-            log.info("this proxy %s on the roles of nodes", verb)
+            logger.info("this proxy %s on the roles of nodes", verb)
         return decides
 
     def has(self, worker: Worker) -> bool:

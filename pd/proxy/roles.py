@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pd.proxy.role_lease import DecisionLease
     from pd.proxy.worker import Worker
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 # A move needs its reason to last so long, and none follows within the pause. Another proxy that
 # decided before may have moved a node just now, so a proxy that begins to decide pauses, too.
@@ -134,7 +134,7 @@ class RoleBalancer:
         if not givers:
             return
         chosen = min(givers, key=_effort)
-        log.info(
+        logger.info(
             "%s node %s is a %s node from now on: prompts wait for %.2f s on average, and decode "
             "nodes are at %.0f %% of their pace or memory",
             *(chosen.role, chosen.url, wanted, loads.queue, 100 * loads.decode),

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from pd.proxy.shared import Shared
     from pd.proxy.worker import Worker
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # So long the ready line waits for nodes that are already up; without them it comes then.
@@ -235,7 +235,7 @@ class Proxy:
         try:
             await asyncio.wait_for(self._dispatcher.idle(), limit)
         except TimeoutError:
-            log.warning("%d requests did not finish in time", len(self._dispatcher.jobs))
+            logger.warning("%d requests did not finish in time", len(self._dispatcher.jobs))
             return False
         return True
 
@@ -276,7 +276,7 @@ class Proxy:
         # A difference is logged when it is first seen, so also when a proxy starts.
         found = set(self._router.differences())
         for difference in found - self._differences:
-            log.warning("nodes that cannot work together: %s", difference)
+            logger.warning("nodes that cannot work together: %s", difference)
         self._differences = found
 
     async def _prepare(self, models: set[str]) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     IntArray = npt.NDArray[np.int32]
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 # Token ids of one text. Above it no model's context ends, and what is made of them would take long.
 MAX_TEXT_TOKENS = 1 << 20
@@ -80,7 +80,7 @@ class TextModel:
         except UsageError as error:
             if need_templates:
                 raise
-            log.error("serving no chat: %s", error)
+            logger.error("serving no chat: %s", error)
 
     def encode(
         self, text: str, *, add_special_tokens: bool, param: str = "prompt", namespace: str = ""
@@ -194,7 +194,7 @@ class TextModels:
         try:
             return TextModel(Path(directory), need_templates=False, **self._options)
         except UsageError as error:
-            log.warning("%s; without --tokenizer DIR this proxy serves token ids only", error)
+            logger.warning("%s; without --tokenizer DIR this proxy serves token ids only", error)
             return None
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     Handler = Callable[..., Awaitable[Response]]
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 BODY_PARAMETER = "asked"
 
@@ -72,7 +72,7 @@ def _check_admin(request: Request) -> None:
     access: Access = request.app.state.access
     caller = access.check_admin(request.scope)
     if request.method != "GET":
-        log.info("%s %s by %s", request.method, request.url.path, caller.name)
+        logger.info("%s %s by %s", request.method, request.url.path, caller.name)
 
 
 class AdminRoute(TypedRoute):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pd.proxy.job import Job
     from pd.proxy.shared import RidClaims
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = 1
 # The larger the events of a cumulative stream are, the fewer are sent.

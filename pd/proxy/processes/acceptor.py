@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pd.proxy.ledger import Ledger
     from pd.proxy.processes.process import ChildProcess
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _ACCEPTS_PER_TURN = 64
 _PAUSE_SECONDS = 0.1
@@ -46,7 +46,7 @@ class PortAcceptor:
         self._serving = serving
         self._ledger = ledger
         self._loop = asyncio.get_running_loop()
-        self._seldom = Seldom(log)
+        self._seldom = Seldom(logger)
         self._accepts = self._closed = False
         # Accepted, but no child has them.
         self._held: deque[socket.socket] = deque()
@@ -80,7 +80,7 @@ class PortAcceptor:
         it before the child's row of the ledger is cleared."""
         found = child.connections.take_back(self._ledger.taken(child.number))
         if found:
-            log.info("%d connections go to other proxy processes", len(found))
+            logger.info("%d connections go to other proxy processes", len(found))
             self._held.extend(found)
             self._loop.call_soon(self._accept)
 

@@ -18,7 +18,7 @@ from pd.core.seldom import Seldom
 if TYPE_CHECKING:
     from pd.proxy.ledger import Ledger
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _MARK = b"\0"
 # So many connections of one child are kept at most. Linux queues about as many by itself.
@@ -35,7 +35,7 @@ class HandedConnections:
     def __init__(self, handed: socket.socket, ledger: Ledger) -> None:
         self._socket = handed
         self._ledger = ledger
-        self._seldom = Seldom(log)
+        self._seldom = Seldom(logger)
         self.count = 0
 
     def fileno(self) -> int:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pd.proxy.ledger import Ledger
     from pd.proxy.processes.process import ChildProcess
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 # A child whose event loop did not turn for so long is ended, time without a CPU not counted.
 HANG_SECONDS = 60.0
@@ -109,7 +109,7 @@ class HangWatch:
         still.seconds += max(0.0, interval - delayed)
         # Rounding must not cost a further look.
         if still.seconds > HANG_SECONDS - interval / 2 and not still.is_ended:
-            log.error(
+            logger.error(
                 "proxy process %d (pid %d) hangs: its event loop has not turned for %.1f s, %.1f s"
                 " of them with a CPU; it is ended",
                 child.number,

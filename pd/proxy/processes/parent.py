@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from pd.proxy.actions import Action
     from pd.proxy.config import ProxyConfig
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 # An action is over when so much time has passed; children that are busy perform it later.
 ACTION_SECONDS = 5.0
@@ -189,7 +189,7 @@ class ProxyProcesses:
                 return
             if loop.time() - began > _PROVEN_SECONDS:
                 pause = _FIRST_PAUSE
-            log.error("proxy process %d %s; another one takes its place", number, ended)
+            logger.error("proxy process %d %s; another one takes its place", number, ended)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
@@ -223,12 +223,12 @@ class ProxyProcesses:
     ) -> None:
         match message:
             case Started(instance_id):
-                log.info("proxy process %d is instance %s", child.number, instance_id)
+                logger.info("proxy process %d is instance %s", child.number, instance_id)
                 child.instance_id, child.serves = instance_id, True
                 self._acceptor.update()
                 self._changed.set()
             case StartFailed():
-                log.error("proxy process %d cannot start: %s", child.number, message.message)
+                logger.error("proxy process %d cannot start: %s", child.number, message.message)
                 if self._starting:
                     self._failed = message
                     self._changed.set()

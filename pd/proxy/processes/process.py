@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pd.proxy.actions import Action, Outcome
     from pd.proxy.metric_families import Family
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _MODULE = "pd.proxy.processes.child"
 _REAP_SECONDS, _REAP_POLL_SECONDS = 5.0, 0.01
@@ -106,7 +106,7 @@ class ChildProcess:
         except LinkClosedError:
             return None
         except TimeoutError:
-            log.warning("proxy process %d did not answer within %g s", self.number, seconds)
+            logger.warning("proxy process %d did not answer within %g s", self.number, seconds)
             return None
         return outcome
 

@@ -19,7 +19,7 @@ from pd.core.grammar import Grammar
 from pd.core.sampling_params import MAX_TOP_LOGPROBS, RANGES
 from pd.proxy.choices import ChoicesMethod
 from pd.proxy.fields import (
-    MAX_CHOICES,
+    MAX_OPTIONS,
     Bounds,
     Choices,
     Integer,
@@ -188,7 +188,7 @@ class GenerateRequest(RequestFields):
         None,
         description="Options, texts or lists of token ids: the answer is the likeliest one after "
         "the prompt instead of a generated text, and `meta_info.choices` scores all of them.",
-        json_schema_extra={"minItems": 1, "maxItems": MAX_CHOICES},
+        json_schema_extra={"minItems": 1, "maxItems": MAX_OPTIONS},
     )
     choices_method: ChoicesMethod = Field(
         "token_length_normalized",

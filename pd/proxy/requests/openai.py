@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 from pd.core.errors import InvalidRequestError
 from pd.core.grammar import Grammar
 from pd.core.sampling_params import MAX_TOP_LOGPROBS, RANGES
-from pd.proxy.fields import MAX_CHOICES, Bounds, ChoiceTexts, Integer, Prompts
+from pd.proxy.fields import MAX_OPTIONS, Bounds, ChoiceTexts, Integer, Prompts
 from pd.proxy.request_model import RequestModel
 from pd.proxy.requests.common import (
     UNSUPPORTED_SAMPLING,
@@ -152,7 +152,7 @@ class OpenAIRequest(SamplingFields, RequestFields):
     guided_choice: ChoiceTexts | None = Field(
         None,
         description="Texts of which the answer is one.",
-        json_schema_extra={"minItems": 1, "maxItems": MAX_CHOICES},
+        json_schema_extra={"minItems": 1, "maxItems": MAX_OPTIONS},
     )
     structured_outputs: StructuredOutputs | None = Field(
         None, description="One of the constraints above, in vLLM's form."

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pd.bench.load.datasets.spec import DatasetSpec
     from pd.bench.load.workload import Prompt
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _PROMPTS = ("prompt", "text", "input_ids", "prompt_token_ids", "messages")
 _LENGTHS = ("max_tokens", "max_completion_tokens", "output_tokens", "output_length", "output_len")
@@ -87,7 +87,7 @@ def read_rows(path: Path, *, is_recorded: bool = False) -> Iterator[tuple[str, d
         raise UsageError(f"{path} cannot be read: {error}") from None
     if torn:
         what = "1 line is" if len(torn) == 1 else f"{len(torn)} lines are"
-        log.warning("%s: %s no JSON and left out, line %d first", path, what, torn[0])
+        logger.warning("%s: %s no JSON and left out, line %d first", path, what, torn[0])
 
 
 def _row(where: str, line: str, row: object) -> dict[str, Any]:
