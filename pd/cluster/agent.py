@@ -132,7 +132,7 @@ class Agent:
             self._look_for_ready_line(process)
         self._look_for_others()
         waited = time.monotonic() - self._heard
-        return self._keep or waited < protocol.AGENT_LEASE_SECONDS
+        return self._keep or waited < protocol.AGENT_LEASE
 
     @staticmethod
     def _is_starting(process: AgentProcess) -> bool:

@@ -178,9 +178,9 @@ class Host:
         """Tell the agent that this end lives, and notice when the host does not any more."""
         while not self._closing.wait(protocol.PING_SECONDS) and not self.lost:
             try:
-                self._ask(protocol.Ping()).result(protocol.AGENT_LEASE_SECONDS)
+                self._ask(protocol.Ping()).result(protocol.AGENT_LEASE)
             except FutureTimeoutError:
-                self._lose(f"no answer for {protocol.AGENT_LEASE_SECONDS:g} s")
+                self._lose(f"no answer for {protocol.AGENT_LEASE:g} s")
             except SetupError:
                 return
 
@@ -201,13 +201,13 @@ class Host:
     # ---- requests
 
     def call(
-        self, request: AnyRequest, answer: type[_Value], seconds: float = protocol.AGENT_LEASE_SECONDS
+        self, request: AnyRequest, answer: type[_Value], seconds: float = protocol.AGENT_LEASE
     ) -> _Value:
         """Ask the agent. Raises SetupError if it refuses, or the host is lost."""
         value: _Value = _ANSWERS[answer].decode(self._result(request, seconds))
         return value
 
-    def tell(self, request: AnyRequest, seconds: float = protocol.AGENT_LEASE_SECONDS) -> None:
+    def tell(self, request: AnyRequest, seconds: float = protocol.AGENT_LEASE) -> None:
         """Ask the agent something whose answer has no value. Raises as :meth:`call` does."""
         self._result(request, seconds)
 
@@ -297,7 +297,7 @@ class Host:
         Raises SetupError if there is no answer.
         """
         request = protocol.FetchUrl(url, timeout, headers or {}, body, method, verify, authorities)
-        return self.call(request, protocol.Fetched, timeout + protocol.AGENT_LEASE_SECONDS)
+        return self.call(request, protocol.Fetched, timeout + protocol.AGENT_LEASE)
 
     def read_own(self, url: str, timeout: float) -> Fetched:
         """Read a page without secrets of a process on that host, whatever certificate it has: none

@@ -18,7 +18,7 @@ MAX_BODY_BYTES = 8 << 20
 # processes, and a host that answers nothing for as long is lost: ssh alone would not tell either
 # end that the network between them is gone.
 PING_SECONDS = 2.0
-AGENT_LEASE_SECONDS = 30.0
+AGENT_LEASE = 30.0
 
 
 class AgentRequest(msgspec.Struct, kw_only=True, tag_field="op", tag=str.lower):

@@ -16,9 +16,9 @@ KNEES = (64, 512)
 # more as make it _MISS_FACTOR times as long: that is several times as many tokens.
 LEAST_SLICE = 64
 _MISS_FACTOR = 1.25
-# A few prompt tokens are computed in steps that take at most _GENTLE_FACTOR times as long as one with
-# LEAST_SLICE. They are few if they are done all the same within _GENTLE_STEPS times what a step may
-# take.
+# A few prompt tokens are computed in steps that take at most _GENTLE_FACTOR times as long as one
+# with LEAST_SLICE. They are few if they are done all the same within _GENTLE_STEPS times what a
+# step may take.
 _GENTLE_FACTOR, _GENTLE_STEPS = 1.1, 4
 
 _Coefficient = Annotated[float, msgspec.Meta(ge=0.0, le=1e3)]

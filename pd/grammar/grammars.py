@@ -78,8 +78,8 @@ class Grammars:
     Attributes:
         outcomes: how often a grammar was wanted and was ``cached``, ``compiled``, ``refused`` as
             wrong or too large, or ``unavailable``.
-        compile_seconds, num_compiled: time until new grammars could be used, from their turn on, and
-            how many they were.
+        compile_seconds, num_compiled: time until new grammars could be used, from their turn on,
+            and how many they were.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pd.core.node_info import Role
     from pd.proxy.dispatcher import Dispatcher
     from pd.proxy.metrics import Metrics
-    from pd.proxy.pool import WorkerPool
+    from pd.proxy.pool import NodePool
 
 
 class AddWorker(msgspec.Struct, tag=True):
@@ -92,7 +92,7 @@ class Everywhere(Protocol):
 class Performer:
     """Performs actions in this process. Everything runs on the event loop."""
 
-    def __init__(self, pool: WorkerPool, dispatcher: Dispatcher, metrics: Metrics) -> None:
+    def __init__(self, pool: NodePool, dispatcher: Dispatcher, metrics: Metrics) -> None:
         self._pool = pool
         self._dispatcher = dispatcher
         self._metrics = metrics
@@ -108,18 +108,18 @@ class Performer:
             case SetRole(url, role):
                 return self._set_role(url, role)
             case ListWorkers():
-                return [worker.describe() for worker in self._pool.workers]
+                return [node.describe() for node in self._pool.nodes]
             case ForgetCaches(urls):
-                for worker in self._pool.workers:
-                    if worker.url in urls:
-                        worker.tree = None
+                for node in self._pool.nodes:
+                    if node.url in urls:
+                        node.tree = None
                 return None
             case AbortRid(rid, owner):
                 return self._dispatcher.abort(rid, owner)
             case AbortAll():
                 return self._dispatcher.abort_all()
             case ReadMetrics():
-                return self._metrics.families(self._pool.workers)
+                return self._metrics.families(self._pool.nodes)
 
     def outcome(self, action: Action) -> Outcome:
         """The value or the error of an action."""
@@ -133,16 +133,16 @@ class Performer:
         return [self.perform(action)]
 
     def _set_role(self, url: str, role: str) -> object:
-        for worker in self._pool.workers:
-            if worker.url == url:
+        for node in self._pool.nodes:
+            if node.url == url:
                 # The pool refuses what is no role.
-                self._pool.set_role(worker, cast("Role", role))
-                return worker.describe()
+                self._pool.set_role(node, cast("Role", role))
+                return node.describe()
         return None
 
     def _remove_worker(self, url: str) -> object:
-        for worker in self._pool.workers:
-            if worker.url == url:
-                self._pool.drain(worker)
-                return worker.describe()
+        for node in self._pool.nodes:
+            if node.url == url:
+                self._pool.drain(node)
+                return node.describe()
         return None

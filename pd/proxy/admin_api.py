@@ -1,4 +1,4 @@
-"""Everything that generates nothing: health, workers, models, maintenance."""
+"""Everything that generates nothing: health, nodes, models, maintenance."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from pd.proxy.access import Access
     from pd.proxy.actions import Action, Everywhere
     from pd.proxy.dispatcher import Dispatcher
-    from pd.proxy.pool import WorkerPool
+    from pd.proxy.pool import NodePool
     from pd.proxy.responses import ModelCard, WorkerEntry
     from pd.proxy.routing import Router
     from pd.proxy.service import Service
@@ -50,14 +50,14 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class AdminAPI:
-    """Health, workers, models and maintenance. What changes the proxy's state is done by all its
+    """Health, nodes, models and maintenance. What changes the proxy's state is done by all its
     processes, and what is told of it is of all of them."""
 
     def __init__(
         self,
         service: Service,
         router: Router,
-        pool: WorkerPool,
+        pool: NodePool,
         dispatcher: Dispatcher,
         everywhere: Everywhere,
         access: Access,
@@ -176,15 +176,13 @@ class AdminAPI:
 
     async def flush_cache(self, request: Request) -> Response:
         """Drops the prefix caches of all nodes that proved their identity; others are not asked."""
-        workers = [worker for worker in self._pool.workers if worker.info is not None]
-        skipped = [worker.url for worker in self._pool.workers if worker.info is None]
-        results = await asyncio.gather(
-            *(self._pool.post(worker, "/flush_cache") for worker in workers)
-        )
-        asked = list(zip(workers, results, strict=True))
-        failed = [f"{worker.url}: {problem}" for worker, problem in asked if problem is not None]
-        flushed = [worker.instance_id for worker, problem in asked if problem is None]
-        urls = [worker.url for worker, problem in asked if problem is None]
+        nodes = [node for node in self._pool.nodes if node.info is not None]
+        skipped = [node.url for node in self._pool.nodes if node.info is None]
+        results = await asyncio.gather(*(self._pool.post(node, "/flush_cache") for node in nodes))
+        asked = list(zip(nodes, results, strict=True))
+        failed = [f"{node.url}: {problem}" for node, problem in asked if problem is not None]
+        flushed = [node.instance_id for node, problem in asked if problem is None]
+        urls = [node.url for node, problem in asked if problem is None]
         await self._everywhere(ForgetCaches(urls))
         if failed:
             raise NodeFailedError(f"not all caches were flushed: {'; '.join(failed)}")

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from pd.core.sampling_params import SamplingParams
     from pd.proxy.breaker import Breaker
     from pd.proxy.generation import Choice, Generation
+    from pd.proxy.node_handle import NodeHandle
     from pd.proxy.prediction import Predicted
     from pd.proxy.routing import SentLoad
     from pd.proxy.suspicion import Death, Request
-    from pd.proxy.worker import Worker
 
     IntArray = npt.NDArray[np.int32]
 
@@ -66,8 +66,8 @@ class History(NamedTuple):
     reason: str = ""
     deaths: tuple[Death, ...] = ()
     died_at: int | None = 0
-    lost_at: frozenset[tuple[Worker, str]] = frozenset()
-    apart: frozenset[tuple[Worker, Worker]] = frozenset()
+    lost_at: frozenset[tuple[NodeHandle, str]] = frozenset()
+    apart: frozenset[tuple[NodeHandle, NodeHandle]] = frozenset()
     moves: int = 0
     produced: int = 0
     keeps_last: bool = False
@@ -78,11 +78,11 @@ class History(NamedTuple):
         return not self.reason and not self.moves
 
     @property
-    def avoided(self) -> frozenset[Worker]:
+    def avoided(self) -> frozenset[NodeHandle]:
         """Nodes on which they were lost, and which were not started again since."""
         return frozenset(node for node, instance in self.lost_at if node.instance_id == instance)
 
-    def avoiding(self, nodes: Iterable[Worker]) -> History:
+    def avoiding(self, nodes: Iterable[NodeHandle]) -> History:
         """The same, with one that was lost at these nodes."""
         return self._replace(lost_at=self.lost_at | {(node, node.instance_id) for node in nodes})
 
@@ -147,8 +147,8 @@ class Attempt:
         self.generation = generation
         self.choices = tuple(choices)
         self.room = secrets.token_bytes(ROOM_BYTES)
-        self.first: Worker | None = None
-        self.decode: Worker | None = None
+        self.first: NodeHandle | None = None
+        self.decode: NodeHandle | None = None
         self.hand_off: Breaker | None = None
         self.is_whole = is_whole
         self.asked = (
@@ -169,12 +169,12 @@ class Attempt:
         self.has_added = False
 
     @property
-    def nodes(self) -> list[Worker]:
+    def nodes(self) -> list[NodeHandle]:
         if self.decode is None:
             return [] if self.first is None else [self.first]
         return [self.decode] if self.first is None else [self.first, self.decode]
 
-    def partner_of(self, node: Worker) -> Worker | None:
+    def partner_of(self, node: NodeHandle) -> NodeHandle | None:
         """The other one of its nodes."""
         return self.first if node is self.decode else self.decode
 
@@ -205,9 +205,9 @@ class Attempt:
         further."""
         return self._begins_at == self.asked.produced + 1 and not self.has_added
 
-    def is_computed_by(self, worker: Worker) -> bool:
+    def is_computed_by(self, node: NodeHandle) -> bool:
         """Whether a node's steps may have the attempt in them."""
-        if worker is self.decode:
+        if node is self.decode:
             return self.decode_spoke
         return self.decode is None or not self.prompt_computed
 
@@ -216,12 +216,12 @@ class Attempt:
         """Whether all its choices have ended."""
         return all(choice.finish is not None for choice in self.choices)
 
-    def accept(self, worker: Worker, output: Output) -> int:
+    def accept(self, node: NodeHandle, output: Output) -> int:
         """Take one output of one of its nodes; returns the number of new tokens.
 
         Raises NodeFailedError if the output makes no sense here.
         """
-        generation, from_first = self.generation, worker is self.first
+        generation, from_first = self.generation, node is self.first
         choice = self.choices[output.index]
         if from_first:
             if output.prompt_logprobs is not None and self.is_whole:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from pd.proxy.attempt import Attempt
     from pd.proxy.metrics import Metrics
+    from pd.proxy.node_handle import NodeHandle
     from pd.proxy.routing import Route, Router
-    from pd.proxy.worker import Worker
 
 # Nodes are told so much of the hash of a key, enough to tell keys apart.
 _OWNER_CHARACTERS = 16
@@ -34,7 +34,7 @@ class Attempts:
         instance_id: str,
         router: Router,
         metrics: Metrics,
-        on_released: Callable[[Worker], None],
+        on_released: Callable[[NodeHandle], None],
     ) -> None:
         self._instance_id = instance_id
         self._router = router
@@ -49,8 +49,8 @@ class Attempts:
     def open(
         self,
         attempt: Attempt,
-        preferred: Worker | None = None,
-        occupied: frozenset[Worker] = frozenset(),
+        preferred: NodeHandle | None = None,
+        occupied: frozenset[NodeHandle] = frozenset(),
     ) -> bool:
         """Choose nodes for an attempt, which is then to be sent. False if the only ones are
         occupied. Raises UnavailableError without any.
@@ -85,18 +85,18 @@ class Attempts:
         if route.predicted is not None and not attempt.history.losses:
             generation.predicted_ttft = demand.waited + route.predicted.ttft
         attempt.sent_load = route.sent(demand)
-        for worker, reason in route.reasons:
-            worker.active[attempt] = None
-            worker.breaker.began(attempt)
-            self._metrics.routing.labels(worker.role, reason).inc()
-            self._router.policy.computed(worker, demand.prompt)
+        for node, reason in route.reasons:
+            node.active[attempt] = None
+            node.breaker.began(attempt)
+            self._metrics.routing.labels(node.role, reason).inc()
+            self._router.policy.computed(node, demand.prompt)
 
     def _route(
         self,
         attempt: Attempt,
         demand: Demand,
-        preferred: Worker | None = None,
-        occupied: frozenset[Worker] = frozenset(),
+        preferred: NodeHandle | None = None,
+        occupied: frozenset[NodeHandle] = frozenset(),
     ) -> Route:
         """Choose nodes for an attempt. Raises as :meth:`pd.proxy.routing.Router.route` does."""
         return self._reached(lambda: self._choose(attempt, demand, preferred, occupied))
@@ -114,8 +114,8 @@ class Attempts:
         self,
         attempt: Attempt,
         demand: Demand,
-        preferred: Worker | None,
-        occupied: frozenset[Worker],
+        preferred: NodeHandle | None,
+        occupied: frozenset[NodeHandle],
     ) -> Route:
         model, history = attempt.generation.spec.model, attempt.history
         avoided = history.avoided | occupied
@@ -149,7 +149,7 @@ class Attempts:
             return False
         return True
 
-    def send(self, attempt: Attempt) -> Worker | None:
+    def send(self, attempt: Attempt) -> NodeHandle | None:
         """Send both nodes their part. Returns the node that could not be reached, if any."""
         first, decode = attempt.first, attempt.decode
         assert first is not None and first.info is not None
@@ -163,10 +163,10 @@ class Attempts:
         message.peer_bootstrap = first.info.endpoints.bootstrap or ""
         return None if decode.send(message) else decode
 
-    def send_together(self, attempts: Iterable[Attempt]) -> list[tuple[Attempt, Worker]]:
+    def send_together(self, attempts: Iterable[Attempt]) -> list[tuple[Attempt, NodeHandle]]:
         """Send each node its attempts in one message. That is one node, unless it began to drain.
         Returns those that could not be sent, each with its node."""
-        by_node: dict[Worker, list[Attempt]] = {}
+        by_node: dict[NodeHandle, list[Attempt]] = {}
         for attempt in attempts:
             assert attempt.first is not None and attempt.decode is None
             by_node.setdefault(attempt.first, []).append(attempt)
@@ -178,7 +178,7 @@ class Attempts:
                 unsent += [(attempt, node) for attempt in found]
         return unsent
 
-    def _message(self, attempt: Attempt, node: Worker) -> Generate:
+    def _message(self, attempt: Attempt, node: NodeHandle) -> Generate:
         """The part of a node that needs no other."""
         generation, asked, job = attempt.generation, attempt.asked, attempt.generation.job
         ttft = 0.0
@@ -212,21 +212,21 @@ class Attempts:
             first.active.pop(attempt, None)
 
     @staticmethod
-    def _uncount(attempt: Attempt, first: Worker) -> None:
+    def _uncount(attempt: Attempt, first: NodeHandle) -> None:
         first.pending_tokens = max(0, first.pending_tokens - attempt.uncached_tokens)
         attempt.uncached_tokens = 0
 
     def abort(self, attempt: Attempt, reason: str, index: int | None = None) -> None:
         """Tell both nodes to end an attempt, or one of its choices."""
-        for worker in attempt.nodes:
+        for node in attempt.nodes:
             message = Abort(
-                to=worker.instance_id,
+                to=node.instance_id,
                 sender=self._instance_id,
                 room=attempt.room,
                 index=index,
                 reason=reason,
             )
-            worker.send(message)
+            node.send(message)
 
     def close(self, attempt: Attempt) -> None:
         """Forget an attempt: what its nodes still send is ignored."""
@@ -241,19 +241,19 @@ class Attempts:
             sent.prompt_over()
             generating.load.stream_sent(-sent.streams, -sent.tokens)
             attempt.sent_load = None
-        for worker in attempt.nodes:
-            worker.active.pop(attempt, None)
-            worker.breaker.ended(attempt)
-            self._on_released(worker)
+        for node in attempt.nodes:
+            node.active.pop(attempt, None)
+            node.breaker.ended(attempt)
+            self._on_released(node)
 
 
-def _usable(node: Worker, cached: int, length: int) -> int:
+def _usable(node: NodeHandle, cached: int, length: int) -> int:
     """Tokens that a node takes from its cache: whole pages, and never the last of the prompt."""
     assert node.info is not None
     return min(cached, (length - 1) // node.info.page_size * node.info.page_size)
 
 
-def connection_lost(node: Worker) -> NodeFailedError:
+def connection_lost(node: NodeHandle) -> NodeFailedError:
     """The error of an attempt that could not be sent."""
     return NodeFailedError(f"the connection to {node.role} node {node.instance_id} was lost")
 

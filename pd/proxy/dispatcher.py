@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from pd.proxy.breaker import Breaker
     from pd.proxy.generation import Choice
     from pd.proxy.metrics import Metrics
+    from pd.proxy.node_handle import NodeHandle
     from pd.proxy.request_trace import RequestTrace
     from pd.proxy.routing import Route
-    from pd.proxy.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Dispatcher:
         request_timeout: float | None,
         max_failovers: int,
         failover_wait: float,
-        on_released: Callable[[Worker], None],
+        on_released: Callable[[NodeHandle], None],
         trace: RequestTrace | None = None,
     ) -> None:
         """``max_failovers``, ``failover_wait``: see :class:`pd.proxy.failover.Failovers`."""
@@ -199,29 +199,29 @@ class Dispatcher:
         else:
             self._idle.clear()
 
-    def worker_lost(self, worker: Worker, reason: str, *, died: bool) -> None:
+    def node_lost(self, node: NodeHandle, reason: str, *, died: bool) -> None:
         """Have others take over what depended on a node that died or was restarted.
 
         Args:
             died: its process seems to have ended or to hang, and it was not asked to.
         """
-        message = f"{worker.role} node {worker.instance_id} at {worker.url} was lost: {reason}"
-        for attempt in list(worker.active):
-            if worker is attempt.first and not attempt.needs_first:
-                worker.active.pop(attempt, None)
+        message = f"{node.role} node {node.instance_id} at {node.url} was lost: {reason}"
+        for attempt in list(node.active):
+            if node is attempt.first and not attempt.needs_first:
+                node.active.pop(attempt, None)
             elif attempt.generation.finished:
                 self._settle(attempt.generation)
-        self._failovers.node_lost(worker, NodeFailedError(message), died=died)
+        self._failovers.node_lost(node, NodeFailedError(message), died=died)
 
-    def heard_from(self, worker: Worker) -> None:
+    def heard_from(self, node: NodeHandle) -> None:
         """A node has told its state."""
-        self._failovers.heard_from(worker)
-        self._moves.look(worker)
-        if worker.breaker.awaits_probe and worker.could_serve:
-            self._probe(worker.breaker, self._router.route_to(worker))
-        for other, hand_off in worker.hand_offs.items():
-            if hand_off.awaits_probe and worker.ready and other.ready:
-                self._probe(hand_off, probe_route(worker, other))
+        self._failovers.heard_from(node)
+        self._moves.look(node)
+        if node.breaker.awaits_probe and node.could_serve:
+            self._probe(node.breaker, self._router.route_to(node))
+        for other, hand_off in node.hand_offs.items():
+            if hand_off.awaits_probe and node.ready and other.ready:
+                self._probe(hand_off, probe_route(node, other))
 
     def _probe(self, breaker: Breaker, route: Route | None) -> None:
         """Ask nodes for two tokens, by which a breaker lets in what it took out. A proxy that
@@ -257,7 +257,7 @@ class Dispatcher:
         """A node became ready, or is no more."""
         self._failovers.nodes_changed()
 
-    def receive(self, worker: Worker, message: AnyMessage) -> None:
+    def receive(self, node: NodeHandle, message: AnyMessage) -> None:
         """Take a message of a node; :meth:`deliver` follows. What concerns no present request is
         ignored."""
         if isinstance(message, StepOutputs):
@@ -265,15 +265,15 @@ class Dispatcher:
             self._is_receiving = True
             try:
                 for output in message.outputs:
-                    self._output(worker, output)
+                    self._output(node, output)
             finally:
                 self._is_receiving = False
         elif isinstance(message, Failed):
-            self._failed(worker, message)
+            self._failed(node, message)
         elif isinstance(message, TakenBack):
-            self._moves.answered(worker, message)
+            self._moves.answered(node, message)
         elif isinstance(message, StepFailed):
-            self._step_failed(worker, message)
+            self._step_failed(node, message)
 
     def deliver(self) -> None:
         """Write what the messages since the last call brought: for each job once, however many of
@@ -298,32 +298,32 @@ class Dispatcher:
             logger.exception("cannot write the answer of %s", job.rid)
             self.end(job, PDError(INTERNAL), "internal")
 
-    def _failed(self, worker: Worker, message: Failed) -> None:
+    def _failed(self, node: NodeHandle, message: Failed) -> None:
         attempt = self._attempts.get(message.room)
-        if attempt is None or worker not in attempt.nodes:
+        if attempt is None or node not in attempt.nodes:
             return
         if attempt.generation.finished:
             # The answer is complete; all that can be lost is what the first node still had to say.
-            if worker is attempt.first:
+            if node is attempt.first:
                 self._settle(attempt.generation)
             return
         info = message.error
         error = error_from_kind(info.kind, info.message, info.param)
         if message.fault == "nobody":
             # The node is about to end: it gets nothing more before a heartbeat says otherwise.
-            worker.accepting = False
-        self._failovers.failed(attempt, worker, error, message.fault)
+            node.accepting = False
+        self._failovers.failed(attempt, node, error, message.fault)
 
-    def _step_failed(self, worker: Worker, message: StepFailed) -> None:
+    def _step_failed(self, node: NodeHandle, message: StepFailed) -> None:
         found = [self._attempts.get(room) for room in dict.fromkeys(message.rooms)]
-        attempts = [attempt for attempt in found if attempt is not None and worker in attempt.nodes]
+        attempts = [attempt for attempt in found if attempt is not None and node in attempt.nodes]
         for attempt in attempts:
-            if attempt.generation.finished and worker is attempt.first:
+            if attempt.generation.finished and node is attempt.first:
                 self._settle(attempt.generation)
         concerned = [attempt for attempt in attempts if not attempt.generation.finished]
         if concerned:
             error = NodeFailedError(message.error.message)
-            self._failovers.step_failed(concerned, worker, error)
+            self._failovers.step_failed(concerned, node, error)
 
     def _skip(self, spec: Spec, job: Job, error: PDError) -> None:
         """The job was ended before this prompt of it was sent anywhere."""
@@ -351,30 +351,30 @@ class Dispatcher:
         for attempt, node in self._attempts.send_together(found):
             self._failovers.lost(attempt, connection_lost(node), node)
 
-    def _output(self, worker: Worker, output: Output) -> None:
+    def _output(self, node: NodeHandle, output: Output) -> None:
         attempt = self._attempts.get(output.room)
-        if attempt is None or (worker is not attempt.first and worker is not attempt.decode):
+        if attempt is None or (node is not attempt.first and node is not attempt.decode):
             return
         if not 0 <= output.index < len(attempt.choices):
-            logger.warning("%s sent choice %d of %d", worker.url, output.index, len(attempt.choices))
+            logger.warning("%s sent choice %d of %d", node.url, output.index, len(attempt.choices))
             return
         generation, choice = attempt.generation, attempt.choices[output.index]
         previous, ended = choice.last_token_at, choice.finish is not None
         progress, lacking = attempt.progress, generation.lacks_prompt_logprobs
         decode_spoke = attempt.decode_spoke
         try:
-            added = attempt.accept(worker, output)
+            added = attempt.accept(node, output)
         except NodeFailedError as error:
             if isinstance(error, DisagreementError) and attempt.repeats_last:
                 self._failovers.keep_last(attempt, error)
             else:
-                self._failovers.failed(attempt, worker, error)
+                self._failovers.failed(attempt, node, error)
             return
         except Exception:  # a fault of ours must not leave the client waiting
-            logger.exception("cannot take the output of %s", worker.url)
+            logger.exception("cannot take the output of %s", node.url)
             self._fail(generation, PDError(INTERNAL))
             return
-        credit(attempt, worker, output, decode_began=attempt.decode_spoke and not decode_spoke)
+        credit(attempt, node, output, decode_began=attempt.decode_spoke and not decode_spoke)
         if attempt.history.deaths:
             self._failovers.got_output(attempt)
         if added:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from pd.proxy.attempts import Attempts
     from pd.proxy.generation import Generation
     from pd.proxy.metrics import Metrics
+    from pd.proxy.node_handle import NodeHandle
     from pd.proxy.suspicion import Death
-    from pd.proxy.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -67,33 +67,33 @@ class Failovers:
         self._look: asyncio.TimerHandle | None = None
         # When the last heartbeat of each node came, and since when nodes are to be empty. Streams
         # leave these once every other node has told its state since.
-        self._heard: WeakKeyDictionary[Worker, float] = WeakKeyDictionary()
-        self._leaving: dict[Worker, float] = {}
+        self._heard: WeakKeyDictionary[NodeHandle, float] = WeakKeyDictionary()
+        self._leaving: dict[NodeHandle, float] = {}
 
     # ---- what happens to attempts
 
-    def node_lost(self, worker: Worker, error: NodeFailedError, *, died: bool) -> None:
+    def node_lost(self, node: NodeHandle, error: NodeFailedError, *, died: bool) -> None:
         """A node has lost its requests.
 
         Args:
             died: maybe in a step, of one of them.
         """
-        attempts = list(worker.active)
+        attempts = list(node.active)
         if not died:
             for attempt in attempts:
-                self.lost(attempt, error, worker)
+                self.lost(attempt, error, node)
             return
-        in_step = [attempt for attempt in attempts if attempt.is_computed_by(worker)]
+        in_step = [attempt for attempt in attempts if attempt.is_computed_by(node)]
         requests = (attempt.request for attempt in in_step)
-        death = self._suspicion.note(worker.instance_id, requests, others=worker.others > 0)
+        death = self._suspicion.note(node.instance_id, requests, others=node.others > 0)
         for attempt in attempts:
             if attempt in in_step:
-                self._died_with(attempt, worker, error, death)
+                self._died_with(attempt, node, error, death)
             else:
-                self.lost(attempt, error, worker)
+                self.lost(attempt, error, node)
 
     def _died_with(
-        self, attempt: Attempt, worker: Worker, error: NodeFailedError, death: Death
+        self, attempt: Attempt, node: NodeHandle, error: NodeFailedError, death: Death
     ) -> None:
         """A node died, and an attempt may have been in its step."""
         deaths = (death,) if attempt.has_got_on else (*attempt.history.deaths, death)
@@ -101,10 +101,10 @@ class Failovers:
             message = f"; the request was in the steps in which {len(deaths)} nodes died in a row"
             self._give_up(attempt, NodeFailedError(error.message + message), "suspected")
             return
-        self.lost(attempt, error, worker, deaths=deaths)
+        self.lost(attempt, error, node, deaths=deaths)
 
     def failed(
-        self, attempt: Attempt, worker: Worker, error: PDError, fault: Fault = "node"
+        self, attempt: Attempt, node: NodeHandle, error: PDError, fault: Fault = "node"
     ) -> None:
         """A node ended an attempt without success.
 
@@ -112,11 +112,11 @@ class Failovers:
             fault: the node at fault, as this one says.
         """
         if fault == "nobody":
-            self.lost(attempt, error, worker, is_refusal=True)
+            self.lost(attempt, error, node, is_refusal=True)
             return
         if self._max_failovers and isinstance(error, NodeFailedError):
-            _blame(attempt, worker, fault, error.message)
-        partner = attempt.partner_of(worker)
+            _blame(attempt, node, fault, error.message)
+        partner = attempt.partner_of(node)
         if fault != "node" and partner is not None and attempt.is_computed_by(partner):
             self._suspicion.reported(partner.instance_id, attempt.request)
         apart = attempt.history.apart
@@ -127,23 +127,25 @@ class Failovers:
         lost = partner if fault == "peer" else None
         self.lost(attempt, error, lost, apart=apart)
 
-    def step_failed(self, attempts: list[Attempt], worker: Worker, error: NodeFailedError) -> None:
+    def step_failed(
+        self, attempts: list[Attempt], node: NodeHandle, error: NodeFailedError
+    ) -> None:
         """A node could not compute a step in which these attempts were."""
         if self._max_failovers:
-            worker.breaker.failed(attempts, error.message)
+            node.breaker.failed(attempts, error.message)
         requests = (attempt.request for attempt in attempts)
-        death = self._suspicion.note_step(worker.instance_id, requests, others=worker.others > 0)
+        death = self._suspicion.note_step(node.instance_id, requests, others=node.others > 0)
         for attempt in attempts:
-            self._died_with(attempt, worker, error, death)
+            self._died_with(attempt, node, error, death)
 
     def lost(
         self,
         attempt: Attempt,
         error: PDError,
-        at: Worker | None = None,
+        at: NodeHandle | None = None,
         *,
         deaths: tuple[Death, ...] | None = None,
-        apart: frozenset[tuple[Worker, Worker]] | None = None,
+        apart: frozenset[tuple[NodeHandle, NodeHandle]] | None = None,
         is_refusal: bool = False,
     ) -> None:
         """An attempt is over without success: go on elsewhere, or fail its generation.
@@ -174,14 +176,14 @@ class Failovers:
             history = history._replace(apart=apart)
         self._go_on(attempt, error, history)
 
-    def _move(self, attempt: Attempt, worker: Worker) -> None:
+    def _move(self, attempt: Attempt, node: NodeHandle) -> None:
         """Have other nodes go on with an attempt, if there are any; this one need not fail for
         it."""
         is_probe = attempt.generation.job.is_probe
         if is_probe or not self._is_wanted(attempt) or not self._attempts.have_nodes(attempt):
             return
-        error = NodeFailedError(f"{worker.role} node {worker.instance_id} is to be empty")
-        history = attempt.history.avoiding([worker])._replace(reason=error.message)
+        error = NodeFailedError(f"{node.role} node {node.instance_id} is to be empty")
+        history = attempt.history.avoiding([node])._replace(reason=error.message)
         self._go_on(attempt, error, history)
 
     @staticmethod
@@ -305,19 +307,19 @@ class Failovers:
 
     # ---- nodes
 
-    def heard_from(self, worker: Worker) -> None:
+    def heard_from(self, node: NodeHandle) -> None:
         """Take a node's heartbeat: move the requests of one that is stuck or is being emptied."""
         if not self._max_failovers:
             return
-        worker.breaker.stuck = worker.stuck
-        if worker.stuck:
-            error = NodeFailedError(f"{worker.role} node {worker.instance_id}: {STUCK}")
-            self.node_lost(worker, error, died=True)
-        elif worker.accepting:
-            self._suspicion.works(worker.instance_id)
-        self._empty_nodes(worker)
+        node.breaker.stuck = node.stuck
+        if node.stuck:
+            error = NodeFailedError(f"{node.role} node {node.instance_id}: {STUCK}")
+            self.node_lost(node, error, died=True)
+        elif node.accepting:
+            self._suspicion.works(node.instance_id)
+        self._empty_nodes(node)
 
-    def _empty_nodes(self, heard: Worker) -> None:
+    def _empty_nodes(self, heard: NodeHandle) -> None:
         """Move the streams of nodes that are to be empty, when it is known which other nodes are,
         too: a stream that moved to one of those would be cut off there."""
         now = time.monotonic()
@@ -343,7 +345,7 @@ class Failovers:
         )
 
 
-def _blame(attempt: Attempt, worker: Worker, fault: Fault, reason: str) -> None:
+def _blame(attempt: Attempt, node: NodeHandle, fault: Fault, reason: str) -> None:
     """Tell breakers of a failure that a node reports.
 
     An elastic node can serve without its peer, so the breaker of the pair counts what a node says
@@ -353,20 +355,20 @@ def _blame(attempt: Attempt, worker: Worker, fault: Fault, reason: str) -> None:
     if fault != "node" and attempt.hand_off is not None:
         was_in = attempt.hand_off.lets_in
         attempt.hand_off.failed([attempt], reason, attempt.decode)
-        for node in attempt.nodes:
-            if node.breaker.is_probed_by(attempt):
-                node.breaker.failed([attempt], reason, attempt.partner_of(node))
+        for each in attempt.nodes:
+            if each.breaker.is_probed_by(attempt):
+                each.breaker.failed([attempt], reason, attempt.partner_of(each))
         if was_in and not attempt.hand_off.lets_in:
-            urls = " to ".join(node.url for node in attempt.nodes)
+            urls = " to ".join(each.url for each in attempt.nodes)
             logger.warning("nothing is handed off from %s: %s", urls, attempt.hand_off.problem)
         return
-    for node in attempt.nodes:
-        if fault == "pair" or (node is worker) == (fault == "node"):
-            partner = None if fault == "node" else attempt.partner_of(node)
-            node.breaker.failed([attempt], reason, partner)
+    for each in attempt.nodes:
+        if fault == "pair" or (each is node) == (fault == "node"):
+            partner = None if fault == "node" else attempt.partner_of(each)
+            each.breaker.failed([attempt], reason, partner)
 
 
-def credit(attempt: Attempt, worker: Worker, output: Output, *, decode_began: bool) -> None:
+def credit(attempt: Attempt, node: NodeHandle, output: Output, *, decode_began: bool) -> None:
     """Tell breakers what a node got done by an output that was taken.
 
     The prefill node and the pair have done their part as soon as the decode node has the KV. The
@@ -379,8 +381,8 @@ def credit(attempt: Attempt, worker: Worker, output: Output, *, decode_began: bo
     if attempt.generation.job.is_probe:
         # Nothing less than the whole answer lets in the nodes that it probes.
         if attempt.finished:
-            for node in attempt.nodes:
-                node.breaker.succeeded(attempt)
+            for each in attempt.nodes:
+                each.breaker.succeeded(attempt)
             if attempt.hand_off is not None:
                 attempt.hand_off.succeeded(attempt)
         return
@@ -391,7 +393,7 @@ def credit(attempt: Attempt, worker: Worker, output: Output, *, decode_began: bo
             attempt.hand_off.succeeded(attempt)
     has_ended = attempt.choices[output.index].finish is not None
     if has_ended or output.position > attempt.asked.produced:
-        worker.breaker.succeeded(attempt)
+        node.breaker.succeeded(attempt)
 
 
 def _successors(attempt: Attempt, history: History) -> list[Attempt]:
@@ -408,7 +410,7 @@ def _successors(attempt: Attempt, history: History) -> list[Attempt]:
     return [Attempt(generation, [choice], history, is_whole=False) for choice in going_on]
 
 
-def _sibling(attempt: Attempt) -> Worker | None:
+def _sibling(attempt: Attempt) -> NodeHandle | None:
     """The node of the other prompts of a job that belong together, unless the attempt avoids it."""
     job = attempt.generation.job
     if not job.together:

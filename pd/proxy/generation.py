@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from pd.core.sampling_params import SamplingParams
     from pd.proxy.attempt import Attempt
     from pd.proxy.job import Job
+    from pd.proxy.node_handle import NodeHandle
     from pd.proxy.positions import NewTokens
     from pd.proxy.tokenizer import TextModel
-    from pd.proxy.worker import Worker
 
     IntArray = npt.NDArray[np.int32]
 
@@ -344,7 +344,7 @@ class Generation:
         self.vocab_size = vocab_size
         self.number = len(job.generations)
         self.attempts: list[Attempt] = []
-        self.holder: Worker | None = None
+        self.holder: NodeHandle | None = None
         self.failovers: list[Failover] = []
         self.done = False
         self.created = time.monotonic()

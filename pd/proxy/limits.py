@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from pd.core.sampling_params import SamplingDefaults
-    from pd.proxy.worker import Worker
+    from pd.proxy.node_handle import NodeHandle
 
 
 # These words, those of :attr:`Limits.longest_context`, and the error's kind are what clients look
@@ -45,9 +45,9 @@ class Capacity(NamedTuple):
         return min(self.context_length, self.pool_tokens)
 
 
-def capacity_of(group: Sequence[Worker]) -> Capacity:
+def capacity_of(group: Sequence[NodeHandle]) -> Capacity:
     """Return the capacity of a route through these nodes, of which the last one generates."""
-    infos = [worker.info for worker in group if worker.info is not None]
+    infos = [node.info for node in group if node.info is not None]
     context_length = min(info.context_length for info in infos)
     prompt = min(context_length - 1, *(info.pool_tokens for info in infos))
     return Capacity(context_length, prompt, infos[-1].pool_tokens)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pd.proxy.generation import Generation
     from pd.proxy.job import Job
     from pd.proxy.metric_families import Family
-    from pd.proxy.worker import Worker
+    from pd.proxy.node_handle import NodeHandle
 
 _LATENCIES = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 _ERRORS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
@@ -90,11 +90,11 @@ class Metrics:
             "pd_proxy_worker_up", "1 if the node can take requests", ["role", "url"], registry=r
         )
 
-    def families(self, workers: Sequence[Worker]) -> list[Family]:
-        """All metrics, with the present state of the workers."""
+    def families(self, nodes: Sequence[NodeHandle]) -> list[Family]:
+        """All metrics, with the present state of the nodes."""
         self.worker_up.clear()
-        for worker in workers:
-            self.worker_up.labels(worker.role, worker.url).set(worker.ready)
+        for node in nodes:
+            self.worker_up.labels(node.role, node.url).set(node.ready)
         return families_of(self.registry)
 
     def tokens_arrived(

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from pd.proxy.attempts import Attempts
     from pd.proxy.load_estimate import LoadEstimate
     from pd.proxy.metrics import Metrics
+    from pd.proxy.node_handle import NodeHandle
     from pd.proxy.prediction import Predicted
     from pd.proxy.routing import Router
-    from pd.proxy.worker import Worker
 
 # Times that a request is moved, at most.
 MAX_MOVES = 2
@@ -43,7 +43,7 @@ class _Move(NamedTuple):
     """
 
     attempt: Attempt
-    source: Worker
+    source: NodeHandle
     target: LoadEstimate
     seconds: float
 
@@ -71,25 +71,23 @@ class Moves:
         self._under_way: dict[bytes, _Move] = {}
         # Room of the request of each node for which no better nodes were found last. The next
         # report goes on behind it, lest requests that cannot move hide older ones.
-        self._looked_at: WeakKeyDictionary[Worker, bytes] = WeakKeyDictionary()
+        self._looked_at: WeakKeyDictionary[NodeHandle, bytes] = WeakKeyDictionary()
 
-    def look(self, worker: Worker) -> None:
+    def look(self, node: NodeHandle) -> None:
         """A node has told its load: ask it for requests that would begin much earlier elsewhere."""
         self._forget_ended()
-        left = MAX_UNDER_WAY - sum(move.source is worker for move in self._under_way.values())
-        shortest = self._router.shortest_queue(worker)
+        left = MAX_UNDER_WAY - sum(move.source is node for move in self._under_way.values())
+        shortest = self._router.shortest_queue(node)
         if shortest is None or left <= 0:
             return
-        waiting = takewhile(
-            lambda found: might_gain(found[1].ttft, shortest), self._waiting(worker)
-        )
-        for attempt, present in islice(self._turn(worker, waiting), MAX_LOOKS):
+        waiting = takewhile(lambda found: might_gain(found[1].ttft, shortest), self._waiting(node))
+        for attempt, present in islice(self._turn(node, waiting), MAX_LOOKS):
             model, history = attempt.generation.spec.model, attempt.history
             better = self._router.better(
                 model, demand_of(attempt), present, history.avoided, history.apart
             )
             if better is None:
-                self._looked_at[worker] = attempt.room
+                self._looked_at[node] = attempt.room
                 continue
             self._ask(attempt, present, better)
             left -= 1
@@ -97,22 +95,22 @@ class Moves:
                 return
 
     def _turn(
-        self, worker: Worker, waiting: Iterator[tuple[Attempt, Predicted]]
+        self, node: NodeHandle, waiting: Iterator[tuple[Attempt, Predicted]]
     ) -> Iterator[tuple[Attempt, Predicted]]:
         """Yield those of the waiting requests whose turn it is: those behind the one that was
         looked at last. If it waits no more there are none, and the next report begins anew."""
-        last = self._looked_at.pop(worker, None)
+        last = self._looked_at.pop(node, None)
         if last is None:
             return waiting
         return islice(dropwhile(lambda found: found[0].room != last, waiting), 1, None)
 
-    def _waiting(self, worker: Worker) -> Iterator[tuple[Attempt, Predicted]]:
+    def _waiting(self, node: NodeHandle) -> Iterator[tuple[Attempt, Predicted]]:
         """Requests that may wait at a node, the youngest first, and what is predicted of each if it
         stays. The node computes them in about the order in which they came."""
-        ttft = worker.load.queue_seconds
-        for attempt in reversed(list(worker.active)):
+        ttft = node.load.queue_seconds
+        for attempt in reversed(list(node.active)):
             predicted = attempt.predicted
-            if attempt.first is not worker or predicted is None or attempt.progress:
+            if attempt.first is not node or predicted is None or attempt.progress:
                 continue
             if attempt.room in self._under_way:
                 continue  # its time is not in the load any more
@@ -122,21 +120,21 @@ class Moves:
             ttft = before
 
     def _ask(self, attempt: Attempt, present: Predicted, better: Predicted) -> None:
-        worker = present.first
-        message = TakeBack(to=worker.instance_id, sender=self._instance_id, room=attempt.room)
-        if not worker.send(message):
+        node = present.first
+        message = TakeBack(to=node.instance_id, sender=self._instance_id, room=attempt.room)
+        if not node.send(message):
             return
-        worker.load.prompt_sent(-present.prefill)
+        node.load.prompt_sent(-present.prefill)
         if attempt.sent_load is not None:
             attempt.sent_load = attempt.sent_load._replace(seconds=0.0)
         better.first.load.promised += better.prefill
-        move = _Move(attempt, worker, better.first.load, better.prefill)
+        move = _Move(attempt, node, better.first.load, better.prefill)
         self._under_way[attempt.room] = move
 
-    def answered(self, worker: Worker, message: TakenBack) -> None:
+    def answered(self, node: NodeHandle, message: TakenBack) -> None:
         """A node has given a request back, or keeps it."""
         move = self._under_way.get(message.room)
-        if move is None or move.source is not worker:
+        if move is None or move.source is not node:
             return
         if not self._is_current(move):
             self._end(move, "ended")

@@ -18,7 +18,7 @@ from pd.core.signed_requests import (
     check_reply,
     signed_headers,
 )
-from pd.proxy.worker import ServerInfo
+from pd.proxy.node_handle import ServerInfo
 
 # httpx logs every request, and each node is polled every second.
 logging.getLogger("httpx").setLevel(logging.WARNING)

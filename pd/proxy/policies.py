@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from pd.proxy.worker import Worker
+    from pd.proxy.node_handle import NodeHandle
 
     IntArray = npt.NDArray[np.int32]
 
@@ -50,21 +50,21 @@ class Prompt(_Properties):
 
 
 class RouteChoice(NamedTuple):
-    """A worker and why it was chosen (a label of the metrics)."""
+    """A node and why it was chosen (a label of the metrics)."""
 
-    worker: Worker
+    node: NodeHandle
     reason: str
 
 
 class Policy(Protocol):
-    """Picks among workers that can all serve the request (never an empty list)."""
+    """Picks among nodes that can all serve the request (never an empty list)."""
 
-    def prefill(self, workers: Sequence[Worker], prompt: Prompt) -> RouteChoice: ...
+    def prefill(self, nodes: Sequence[NodeHandle], prompt: Prompt) -> RouteChoice: ...
 
-    def decode(self, workers: Sequence[Worker], prompt: Prompt) -> RouteChoice: ...
+    def decode(self, nodes: Sequence[NodeHandle], prompt: Prompt) -> RouteChoice: ...
 
-    def computed(self, worker: Worker, prompt: Prompt) -> None:
-        """The worker holds (or is about to hold) the KV of these tokens."""
+    def computed(self, node: NodeHandle, prompt: Prompt) -> None:
+        """The node holds (or is about to hold) the KV of these tokens."""
 
 
 class _IgnoresPrompt:
@@ -72,25 +72,25 @@ class _IgnoresPrompt:
 
     reason: str
 
-    def prefill(self, workers: Sequence[Worker], prompt: Prompt) -> RouteChoice:
-        return RouteChoice(self._pick(workers, _prefill_load), self.reason)
+    def prefill(self, nodes: Sequence[NodeHandle], prompt: Prompt) -> RouteChoice:
+        return RouteChoice(self._pick(nodes, _prefill_load), self.reason)
 
-    def decode(self, workers: Sequence[Worker], prompt: Prompt) -> RouteChoice:
-        return RouteChoice(self._pick(workers, _decode_load), self.reason)
+    def decode(self, nodes: Sequence[NodeHandle], prompt: Prompt) -> RouteChoice:
+        return RouteChoice(self._pick(nodes, _decode_load), self.reason)
 
-    def computed(self, worker: Worker, prompt: Prompt) -> None:
+    def computed(self, node: NodeHandle, prompt: Prompt) -> None:
         pass
 
-    def _pick(self, workers: Sequence[Worker], load: Callable[[Worker], int]) -> Worker:
+    def _pick(self, nodes: Sequence[NodeHandle], load: Callable[[NodeHandle], int]) -> NodeHandle:
         raise NotImplementedError
 
 
-def _prefill_load(worker: Worker) -> int:
-    return worker.prefill_load
+def _prefill_load(node: NodeHandle) -> int:
+    return node.prefill_load
 
 
-def _decode_load(worker: Worker) -> int:
-    return worker.decode_load
+def _decode_load(node: NodeHandle) -> int:
+    return node.decode_load
 
 
 class RoundRobin(_IgnoresPrompt):
@@ -103,82 +103,82 @@ class RoundRobin(_IgnoresPrompt):
         self._prefill_turns, self._decode_turns = count(), count()
         self._num_prefill = 1
 
-    def prefill(self, workers: Sequence[Worker], prompt: Prompt) -> RouteChoice:
-        self._num_prefill = len(workers)
-        return RouteChoice(workers[next(self._prefill_turns) % len(workers)], self.reason)
+    def prefill(self, nodes: Sequence[NodeHandle], prompt: Prompt) -> RouteChoice:
+        self._num_prefill = len(nodes)
+        return RouteChoice(nodes[next(self._prefill_turns) % len(nodes)], self.reason)
 
-    def decode(self, workers: Sequence[Worker], prompt: Prompt) -> RouteChoice:
+    def decode(self, nodes: Sequence[NodeHandle], prompt: Prompt) -> RouteChoice:
         turn = next(self._decode_turns)
-        repeats = turn // math.lcm(self._num_prefill, len(workers))
-        return RouteChoice(workers[(turn + repeats) % len(workers)], self.reason)
+        repeats = turn // math.lcm(self._num_prefill, len(nodes))
+        return RouteChoice(nodes[(turn + repeats) % len(nodes)], self.reason)
 
 
 class Random(_IgnoresPrompt):
-    """Chooses each worker with the same probability."""
+    """Chooses each node with the same probability."""
 
     reason = "random"
 
-    def _pick(self, workers: Sequence[Worker], load: Callable[[Worker], int]) -> Worker:
-        return random.choice(workers)
+    def _pick(self, nodes: Sequence[NodeHandle], load: Callable[[NodeHandle], int]) -> NodeHandle:
+        return random.choice(nodes)
 
 
 class PowerOfTwo(_IgnoresPrompt):
-    """Chooses the less loaded of two workers that are drawn at random (Mitzenmacher, 2001)."""
+    """Chooses the less loaded of two nodes that are drawn at random (Mitzenmacher, 2001)."""
 
     reason = "power_of_two"
 
-    def _pick(self, workers: Sequence[Worker], load: Callable[[Worker], int]) -> Worker:
-        return min(random.sample(workers, min(2, len(workers))), key=load)
+    def _pick(self, nodes: Sequence[NodeHandle], load: Callable[[NodeHandle], int]) -> NodeHandle:
+        return min(random.sample(nodes, min(2, len(nodes))), key=load)
 
 
 class CacheAware:
     """Chooses the node with the longest cached prefix, or the least loaded one when loads differ
     much."""
 
-    def prefill(self, workers: Sequence[Worker], prompt: Prompt) -> RouteChoice:
-        longest, least = _extremes(workers, prompt, _prefill_load)
-        excess = longest.worker.prefill_load - least.worker.prefill_load
+    def prefill(self, nodes: Sequence[NodeHandle], prompt: Prompt) -> RouteChoice:
+        longest, least = _extremes(nodes, prompt, _prefill_load)
+        excess = longest.node.prefill_load - least.node.prefill_load
         saved = longest.matched - least.matched
         if longest.matched and excess <= saved + IMBALANCE_TOKENS:
-            return RouteChoice(longest.worker, "prefix")
-        return RouteChoice(least.worker, "load")
+            return RouteChoice(longest.node, "prefix")
+        return RouteChoice(least.node, "load")
 
-    def decode(self, workers: Sequence[Worker], prompt: Prompt) -> RouteChoice:
-        longest, least = _extremes(workers, prompt, _decode_load)
-        limit = least.worker.decode_load * IMBALANCE_SHARE + IMBALANCE_REQUESTS
-        if longest.matched and longest.worker.decode_load <= limit:
-            return RouteChoice(longest.worker, "prefix")
-        return RouteChoice(least.worker, "load")
+    def decode(self, nodes: Sequence[NodeHandle], prompt: Prompt) -> RouteChoice:
+        longest, least = _extremes(nodes, prompt, _decode_load)
+        limit = least.node.decode_load * IMBALANCE_SHARE + IMBALANCE_REQUESTS
+        if longest.matched and longest.node.decode_load <= limit:
+            return RouteChoice(longest.node, "prefix")
+        return RouteChoice(least.node, "load")
 
-    def computed(self, worker: Worker, prompt: Prompt) -> None:
-        if worker.tree is None and worker.info is not None:
-            worker.tree = PrefixTree(worker.info.page_size, worker.info.pool_tokens)
-        if worker.tree is not None:
-            worker.tree.insert(*prompt)
+    def computed(self, node: NodeHandle, prompt: Prompt) -> None:
+        if node.tree is None and node.info is not None:
+            node.tree = PrefixTree(node.info.page_size, node.info.pool_tokens)
+        if node.tree is not None:
+            node.tree.insert(*prompt)
 
 
 class _Matched(NamedTuple):
-    """A worker and how many leading tokens of the prompt it presumably holds."""
+    """A node and how many leading tokens of the prompt it presumably holds."""
 
-    worker: Worker
+    node: NodeHandle
     matched: int
 
 
 def _extremes(
-    workers: Sequence[Worker], prompt: Prompt, load: Callable[[Worker], int]
+    nodes: Sequence[NodeHandle], prompt: Prompt, load: Callable[[NodeHandle], int]
 ) -> tuple[_Matched, _Matched]:
-    """The worker with the longest match and the one with the least load.
+    """The node with the longest match and the one with the least load.
 
-    Among workers of equal load and match, the one whose cache holds fewest tokens is taken, so that
+    Among nodes of equal load and match, the one whose cache holds fewest tokens is taken, so that
     different prompts use all caches.
     """
 
-    def held(worker: Worker) -> int:
-        return worker.tree.num_tokens if worker.tree else 0
+    def held(node: NodeHandle) -> int:
+        return node.tree.num_tokens if node.tree else 0
 
-    found = [_Matched(w, w.tree.match(*prompt) if w.tree else 0) for w in workers]
-    longest = max(found, key=lambda f: (f.matched, -load(f.worker)))
-    least = min(found, key=lambda f: (load(f.worker), -f.matched, held(f.worker)))
+    found = [_Matched(w, w.tree.match(*prompt) if w.tree else 0) for w in nodes]
+    longest = max(found, key=lambda f: (f.matched, -load(f.node)))
+    least = min(found, key=lambda f: (load(f.node), -f.matched, held(f.node)))
     return longest, least
 
 

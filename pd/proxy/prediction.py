@@ -10,8 +10,8 @@ from pd.core.step_cost import LEAST_SLICE, StepShape
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from pd.proxy.node_handle import NodeHandle
     from pd.proxy.policies import Prompt
-    from pd.proxy.worker import Worker
 
 # Without an objective, a first token may take so many times as long as the prompt would alone on an
 # idle node, and as half a step of prompt tokens besides.
@@ -86,8 +86,8 @@ class Predicted(NamedTuple):
         is_slow: whether steps are shorter at another node, and prompts are few.
     """
 
-    first: Worker
-    decode: Worker
+    first: NodeHandle
+    decode: NodeHandle
     ttft: float
     prefill: float
     price: float
@@ -116,20 +116,20 @@ class Predicted(NamedTuple):
         return self.way == "split" and "unified" not in (self.first.role, self.decode.role)
 
 
-class _First(NamedTuple):
+class _PromptNode(NamedTuple):
     """A node that may compute the prompt, and what is predicted of that."""
 
-    worker: Worker
+    node: NodeHandle
     ttft: float
     prefill: float
     price: float
     objective: float
     misses: float
 
-    def with_decode(self, decode: Worker, misses: float, *, is_slow: bool = False) -> Predicted:
+    def with_decode(self, decode: NodeHandle, misses: float, *, is_slow: bool = False) -> Predicted:
         """The choice of this node, and of one that generates the answer."""
         return Predicted(
-            self.worker,
+            self.node,
             decode,
             self.ttft,
             self.prefill,
@@ -140,7 +140,7 @@ class _First(NamedTuple):
         )
 
 
-class _Second(NamedTuple):
+class _AnswerNode(NamedTuple):
     """A node that may generate the answer.
 
     Attributes:
@@ -152,17 +152,17 @@ class _Second(NamedTuple):
         is_slow: whether steps are shorter at another node, and prompts are few.
     """
 
-    worker: Worker
+    node: NodeHandle
     misses: float
     shape: StepShape
     step: float
     busy: float
     is_slow: bool = False
 
-    def compared_with(self, other: _Second) -> _Second:
+    def compared_with(self, other: _AnswerNode) -> _AnswerNode:
         """Note whether a step would be shorter with the other node's answers instead of its own.
         Both times are by this node's cost model: fits of equal nodes differ by some percent."""
-        report = self.worker.load.reported
+        report = self.node.load.reported
         assert report is not None
         limit = _EQUAL_SHARE * report.cost.seconds(other.shape)
         is_slow = report.cost.seconds(self.shape) > limit
@@ -184,10 +184,10 @@ class Predictor:
 
     def choose(
         self,
-        firsts: Sequence[Worker],
-        decoders: Sequence[Worker],
+        firsts: Sequence[NodeHandle],
+        decoders: Sequence[NodeHandle],
         demand: Demand,
-        fit: Callable[[Worker, Worker], bool],
+        fit: Callable[[NodeHandle, NodeHandle], bool],
     ) -> Predicted | None:
         """The best choice; None if some node has not reported its load.
 
@@ -196,15 +196,15 @@ class Predictor:
             decoders: nodes that may generate the answer, all elastic; empty if one token is wanted.
             fit: whether KV can travel from the first to the second.
         """
-        if not firsts or any(worker.load.reported is None for worker in (*firsts, *decoders)):
+        if not firsts or any(node.load.reported is None for node in (*firsts, *decoders)):
             return None
-        ranked = [self._first(worker, demand) for worker in firsts]
-        joined = [self._second(worker, demand) for worker in decoders]
+        ranked = [self._first(node, demand) for node in firsts]
+        joined = [self._second(node, demand) for node in decoders]
         if joined and _prompts_are_few((*firsts, *decoders)):
             fastest = min(joined, key=lambda second: second.step)
             joined = [second.compared_with(fastest) for second in joined]
         joined.sort(key=_by_second)
-        own = {second.worker: second for second in joined}
+        own = {second.node: second for second in joined}
         found = [choice for first in ranked for choice in _choices(first, joined, own, demand, fit)]
         if not found:
             return None
@@ -217,10 +217,10 @@ class Predictor:
     def better(
         self,
         present: Predicted,
-        firsts: Sequence[Worker],
-        decoders: Sequence[Worker],
+        firsts: Sequence[NodeHandle],
+        decoders: Sequence[NodeHandle],
         demand: Demand,
-        fit: Callable[[Worker, Worker], bool],
+        fit: Callable[[NodeHandle, NodeHandle], bool],
     ) -> Predicted | None:
         """A choice with which the first token of a waiting request comes so much earlier that the
         request should move; None if it should stay.
@@ -245,31 +245,31 @@ class Predictor:
         is_faster &= cost > found.cost
         return found if is_faster and found.misses <= misses + _EQUAL_MISSES else None
 
-    def ttft_objective(self, worker: Worker, demand: Demand) -> float:
+    def ttft_objective(self, node: NodeHandle, demand: Demand) -> float:
         """Seconds in which the first token of a request should come."""
         if self.ttft is not None:
             return self.ttft
-        report = worker.load.reported
+        report = node.load.reported
         assert report is not None
         alone = report.cost.prefill_seconds(0, demand.length, report.chunk, _IDLE)
         half = report.cost.prefill_seconds(0, max(1, report.chunk // 2), report.chunk, _IDLE)
         return min(_DEFAULT_TTFT_FACTOR * (alone + half), MAX_SECONDS)
 
     def _first(
-        self, worker: Worker, demand: Demand, ttft: float | None = None, own: int = 0
-    ) -> _First:
+        self, node: NodeHandle, demand: Demand, ttft: float | None = None, own: int = 0
+    ) -> _PromptNode:
         """
         Args:
             ttft: that of a request which waits there already; None predicts it for a new one.
             own: answers of that request which the node counts among its own.
         """
-        load, length = worker.load, demand.length
+        load, length = node.load, demand.length
         assert load.reported is not None
-        cached = min(worker.tree.match(*demand.prompt) if worker.tree else 0, length - 1)
+        cached = min(node.tree.match(*demand.prompt) if node.tree else 0, length - 1)
         prefill = load.prefill_seconds(length, cached)
         if ttft is None:
             ttft = load.queue_seconds + prefill
-        objective = self.ttft_objective(worker, demand)
+        objective = self.ttft_objective(node, demand)
         misses = _late(demand.waited + ttft, objective)
         misses += length - cached > load.free_tokens  # it would wait for memory
         decoding = load.decoding
@@ -277,10 +277,10 @@ class Predictor:
             step = load.reported.cost.seconds(decoding._replace(tokens=LEAST_SLICE))
             misses += decoding.streams * _slow(step, load.reported.itl)
         price = _SLOWED_SHARE * max(0, decoding.streams - own) * prefill
-        return _First(worker, ttft, prefill, price, objective, misses)
+        return _PromptNode(node, ttft, prefill, price, objective, misses)
 
-    def _second(self, worker: Worker, demand: Demand) -> _Second:
-        load = worker.load
+    def _second(self, node: NodeHandle, demand: Demand) -> _AnswerNode:
+        load = node.load
         assert load.reported is not None
         decoding = load.decoding
         streams = decoding.streams + demand.streams
@@ -288,7 +288,7 @@ class Predictor:
         shape = StepShape(streams=streams, context=context)
         step = load.reported.cost.seconds(shape)
         misses = streams * _slow(step, load.reported.itl)
-        cached = worker.tree.match(*demand.prompt) if worker.tree else 0
+        cached = node.tree.match(*demand.prompt) if node.tree else 0
         if demand.tokens - cached > load.free_tokens:
             misses += demand.streams  # they would wait for memory
         busy = 0.0
@@ -296,7 +296,7 @@ class Predictor:
             cost, chunk = load.reported.cost, load.reported.chunk
             full = cost.prefill_seconds(0, chunk, chunk, _IDLE)
             busy = min(load.queue_seconds, _STEPS_UNDER_WAY * full)
-        return _Second(worker, misses, shape, step * (1 - 0.2 * cached / demand.length), busy)
+        return _AnswerNode(node, misses, shape, step * (1 - 0.2 * cached / demand.length), busy)
 
 
 def might_gain(ttft: float, shortest: float) -> bool:
@@ -319,24 +319,24 @@ def _slow(step: float, itl: float) -> float:
 
 
 def _choices(
-    first: _First,
-    seconds: Sequence[_Second],
-    by_worker: Mapping[Worker, _Second],
+    first: _PromptNode,
+    seconds: Sequence[_AnswerNode],
+    by_node: Mapping[NodeHandle, _AnswerNode],
     demand: Demand,
-    fit: Callable[[Worker, Worker], bool],
+    fit: Callable[[NodeHandle, NodeHandle], bool],
 ) -> Iterator[Predicted]:
     """Yield the choices with ``first``: the whole request there, and the best other node for the
-    answers. ``by_worker`` has the same ``seconds``, whose order is that of preference."""
-    worker = first.worker
+    answers. ``by_node`` has the same ``seconds``, whose order is that of preference."""
+    node = first.node
     if not seconds:
-        yield first.with_decode(worker, first.misses)
-    own = by_worker.get(worker)
+        yield first.with_decode(node, first.misses)
+    own = by_node.get(node)
     if own is not None:
-        yield first.with_decode(worker, first.misses + own.misses, is_slow=own.is_slow)
-    stopped: _Second | None = None
+        yield first.with_decode(node, first.misses + own.misses, is_slow=own.is_slow)
+    stopped: _AnswerNode | None = None
     for second in seconds:
-        other = second.worker
-        if other is worker or not _may_travel(worker, other, demand) or not fit(worker, other):
+        other = second.node
+        if other is node or not _may_travel(node, other, demand) or not fit(node, other):
             continue
         if second.busy <= first.ttft:
             yield first.with_decode(other, first.misses + second.misses, is_slow=second.is_slow)
@@ -344,29 +344,29 @@ def _choices(
         stopped = stopped or second
     if stopped is not None:
         misses = first.misses + stopped.misses + demand.streams
-        yield first.with_decode(stopped.worker, misses, is_slow=stopped.is_slow)
+        yield first.with_decode(stopped.node, misses, is_slow=stopped.is_slow)
 
 
 _RANKS = {"decode": 0, "unified": 1, "prefill": 2}
 
 
-def _by_second(second: _Second) -> tuple[float, bool, int, float]:
-    return second.misses // _EQUAL_MISSES, second.is_slow, _RANKS[second.worker.role], second.step
+def _by_second(second: _AnswerNode) -> tuple[float, bool, int, float]:
+    return second.misses // _EQUAL_MISSES, second.is_slow, _RANKS[second.node.role], second.step
 
 
 def _by_preference(choice: Predicted) -> tuple[bool, bool, float]:
     return choice.is_slow, not choice.fits_roles, choice.cost
 
 
-def _prompts_are_few(workers: Sequence[Worker]) -> bool:
+def _prompts_are_few(nodes: Sequence[NodeHandle]) -> bool:
     """Whether prompts take little of the nodes' time, so that answers need not keep away from nodes
     that compute them."""
-    reports = {id(worker): worker.load.reported for worker in workers}.values()
+    reports = {id(node): node.load.reported for node in nodes}.values()
     shares = [report.prompt_share for report in reports if report is not None]
     return sum(shares) < _FEW_PROMPTS * len(shares)
 
 
-def _may_travel(first: Worker, second: Worker, demand: Demand) -> bool:
+def _may_travel(first: NodeHandle, second: NodeHandle, demand: Demand) -> bool:
     """Whether both nodes have room for the prompt beside what they send each other."""
-    pools = [worker.info.pool_tokens for worker in (first, second) if worker.info is not None]
+    pools = [node.info.pool_tokens for node in (first, second) if node.info is not None]
     return demand.length <= _LARGEST_SHARE * min(pools, default=0)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pd.proxy.worker import Worker
+    from pd.proxy.node_handle import NodeHandle
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +30,9 @@ class DecisionLease:
         own: instance id of this proxy.
     """
 
-    def __init__(self, own: str, workers: Sequence[Worker]) -> None:
+    def __init__(self, own: str, nodes: Sequence[NodeHandle]) -> None:
         self._own = own
-        self._workers = workers
+        self._nodes = nodes
         self._decided = False
 
     def wanted(self) -> bool:
@@ -45,7 +45,7 @@ class DecisionLease:
 
     def decides(self) -> bool:
         """Whether this proxy decides on roles at present."""
-        nodes = sum(worker.roles is not None for worker in self._workers)
+        nodes = sum(node.roles is not None for node in self._nodes)
         decides = 2 * self._held()[self._own] > nodes
         if decides != self._decided:
             self._decided = decides
@@ -53,11 +53,11 @@ class DecisionLease:
             logger.info("this proxy %s on the roles of nodes", verb)
         return decides
 
-    def has(self, worker: Worker) -> bool:
+    def has(self, node: NodeHandle) -> bool:
         """Whether this proxy has the lease of one node."""
-        return worker.roles is not None and worker.roles.decider == self._own
+        return node.roles is not None and node.roles.decider == self._own
 
     def _held(self) -> Counter[str]:
         """Nodes by the proxy that has their lease; by the empty string if none has."""
-        states = (worker.roles for worker in self._workers)
+        states = (node.roles for node in self._nodes)
         return Counter(state.decider for state in states if state is not None)

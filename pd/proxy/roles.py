@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pd.core.node_info import Role
+    from pd.proxy.node_handle import NodeHandle
     from pd.proxy.role_lease import DecisionLease
-    from pd.proxy.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -88,18 +88,18 @@ class RoleBalancer:
 
     def __init__(
         self,
-        workers: Sequence[Worker],
+        nodes: Sequence[NodeHandle],
         lease: DecisionLease,
-        move: Callable[[Worker, Role], None],
+        move: Callable[[NodeHandle, Role], None],
     ) -> None:
-        self._workers, self._lease, self._move = workers, lease, move
+        self._nodes, self._lease, self._move = nodes, lease, move
         self._states: dict[str, _State] = {}
         self._decides = False
 
     def look(self, now: float) -> None:
         """Move a role of each model if that was called for long enough. ``now``: on the monotonic
         clock."""
-        models = dict.fromkeys(worker.info.model for worker in self._workers if worker.info)
+        models = dict.fromkeys(node.info.model for node in self._nodes if node.info)
         self._states = {model: self._states.get(model, _State()) for model in models}
         begins = not self._decides
         self._decides = self._lease.decides()
@@ -112,14 +112,14 @@ class RoleBalancer:
             self._look(model, state, now)
 
     def _look(self, model: str, state: _State, now: float) -> None:
-        prefill, decode = self._nodes(model, "prefill"), self._nodes(model, "decode")
+        prefill, decode = self._nodes_of(model, "prefill"), self._nodes_of(model, "decode")
         if not prefill or not decode:
             state.forget()
             return
         loads = _RoleLoads(
-            sum(worker.load.queue_seconds for worker in prefill) / len(prefill),
-            sum(_prompt_share(worker) for worker in prefill) / len(prefill),
-            sum(_decode_share(worker) for worker in decode) / len(decode),
+            sum(node.load.queue_seconds for node in prefill) / len(prefill),
+            sum(_prompt_share(node) for node in prefill) / len(prefill),
+            sum(_decode_share(node) for node in decode) / len(decode),
         )
         if state.loads is not None:
             loads = state.loads.followed_by(loads, now - state.looked)
@@ -143,12 +143,12 @@ class RoleBalancer:
         state.next = now + _PAUSE_SECONDS
         state.forget()
 
-    def _nodes(self, model: str, role: Role) -> list[Worker]:
+    def _nodes_of(self, model: str, role: Role) -> list[NodeHandle]:
         return [
-            worker
-            for worker in self._workers
-            if worker.role == role and worker.ready and worker.load.reported is not None
-            if worker.info is not None and worker.info.model == model
+            node
+            for node in self._nodes
+            if node.role == role and node.ready and node.load.reported is not None
+            if node.info is not None and node.info.model == model
         ]
 
     @staticmethod
@@ -162,19 +162,19 @@ class RoleBalancer:
         return None
 
 
-def _prompt_share(worker: Worker) -> float:
-    report = worker.load.reported
+def _prompt_share(node: NodeHandle) -> float:
+    report = node.load.reported
     assert report is not None
     return report.prompt_share
 
 
-def _decode_share(worker: Worker) -> float:
-    report = worker.load.reported
-    assert report is not None and worker.info is not None
-    pace = report.cost.seconds(worker.load.decoding) / report.itl if report.streams else 0.0
-    return max(pace, 1 - max(0, worker.load.free_tokens) / worker.info.pool_tokens)
+def _decode_share(node: NodeHandle) -> float:
+    report = node.load.reported
+    assert report is not None and node.info is not None
+    pace = report.cost.seconds(node.load.decoding) / report.itl if report.streams else 0.0
+    return max(pace, 1 - max(0, node.load.free_tokens) / node.info.pool_tokens)
 
 
-def _effort(worker: Worker) -> tuple[int, float]:
+def _effort(node: NodeHandle) -> tuple[int, float]:
     """Return a node's present work in the role that it would lose: streams, seconds of prompts."""
-    return worker.load.decoding.streams, worker.load.queue_seconds
+    return node.load.decoding.streams, node.load.queue_seconds

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pd.proxy.load_estimate import LoadEstimate
+    from pd.proxy.node_handle import NodeHandle
     from pd.proxy.policies import Policy
     from pd.proxy.prediction import Demand, Predicted, Predictor
-    from pd.proxy.worker import Worker
 
 _PAIR = ("prefill", "decode")
 # Why a node was chosen, where the policy was not asked.
@@ -25,25 +25,27 @@ SAME_REQUEST = "same_request"
 PROBE = "probe"
 
 
-def _fit(first: Worker, second: Worker) -> bool:
+def _fit(first: NodeHandle, second: NodeHandle) -> bool:
     """Whether KV that one node has computed is of use to the other."""
     if first.info is None or second.info is None:
         return False
     return first.info.difference(second.info) is None
 
 
-def _travels(apart: frozenset[tuple[Worker, Worker]]) -> Callable[[Worker, Worker], bool]:
+def _travels(
+    apart: frozenset[tuple[NodeHandle, NodeHandle]],
+) -> Callable[[NodeHandle, NodeHandle], bool]:
     """Return a function that says whether KV may be sent from one node to another, for a request
     to which these pairs are apart."""
 
-    def fit(first: Worker, second: Worker) -> bool:
+    def fit(first: NodeHandle, second: NodeHandle) -> bool:
         travels = (first, second) not in apart and first.hands_off_to(second)
         return travels and _fit(first, second)
 
     return fit
 
 
-def _is_ready(first: Worker, second: Worker | None = None) -> bool:
+def _is_ready(first: NodeHandle, second: NodeHandle | None = None) -> bool:
     """Whether nodes, of which the last one generates, can serve a request now."""
     if second is None:
         return first.ready and first.serves_alone
@@ -77,9 +79,9 @@ class Route(NamedTuple):
     ``predicted``: what elastic nodes were chosen by; None where the policy chose by roles.
     """
 
-    first: Worker
-    decode: Worker | None
-    reasons: list[tuple[Worker, str]]
+    first: NodeHandle
+    decode: NodeHandle | None
+    reasons: list[tuple[NodeHandle, str]]
     predicted: Predicted | None = None
 
     def sent(self, demand: Demand) -> SentLoad:
@@ -94,14 +96,14 @@ class Route(NamedTuple):
         return SentLoad(self.first.load, seconds, beat, streams, tokens)
 
 
-def probe_route(first: Worker, decode: Worker) -> Route:
+def probe_route(first: NodeHandle, decode: NodeHandle) -> Route:
     """The route of a probe of a pair."""
     return Route(first, decode, [(first, PROBE), (decode, PROBE)])
 
 
-def _without(avoided: frozenset[Worker], workers: Sequence[Worker]) -> list[Worker]:
-    """The workers that are not avoided; all of them if there are no others."""
-    return [worker for worker in workers if worker not in avoided] or list(workers)
+def _without(avoided: frozenset[NodeHandle], nodes: Sequence[NodeHandle]) -> list[NodeHandle]:
+    """The nodes that are not avoided; all of them if there are no others."""
+    return [node for node in nodes if node not in avoided] or list(nodes)
 
 
 class Router:
@@ -113,10 +115,10 @@ class Router:
     """
 
     def __init__(
-        self, policy: Policy, workers: Sequence[Worker], predictor: Predictor | None = None
+        self, policy: Policy, nodes: Sequence[NodeHandle], predictor: Predictor | None = None
     ) -> None:
         self.policy = policy
-        self._workers = workers
+        self._nodes = nodes
         self._predictor = predictor
 
     @property
@@ -126,23 +128,23 @@ class Router:
 
     def ready(self) -> bool:
         """Whether at least one pair (or unified node) can serve."""
-        return any(self._can_start(worker, 0, 2) for worker in self._workers)
+        return any(self._can_start(node, 0, 2) for node in self._nodes)
 
     def differences(self) -> list[str]:
         """Reasons why nodes that are there cannot work together."""
-        infos = [w.info for w in self._workers if w.ready and w.info]
+        infos = [w.info for w in self._nodes if w.ready and w.info]
         found = [p.difference(d) for p in infos for d in infos if (p.role, d.role) == _PAIR]
         return [difference for difference in dict.fromkeys(found) if difference]
 
     def reasons(self) -> str:
         """Reasons why nodes cannot be used, as the end of a message; empty if all can."""
-        problems = [f"{w.url}: {w.problem}" for w in self._workers if w.problem]
+        problems = [f"{w.url}: {w.problem}" for w in self._nodes if w.problem]
         problems += self.differences()
         return f" ({'; '.join(problems)})" if problems else ""
 
     def models(self) -> list[str]:
         """Served models, in the order in which nodes were named."""
-        firsts = [w.info for w in self._workers if w.info and w.computes_prompts]
+        firsts = [w.info for w in self._nodes if w.info and w.computes_prompts]
         return list(dict.fromkeys(info.model for info in firsts))
 
     def _named(self, model: str, models: list[str]) -> str | None:
@@ -152,7 +154,7 @@ class Router:
             return model
         if model == "default" and len(models) == 1:
             return models[0]
-        paths = {w.info.model_path: w.info.model for w in self._workers if w.info}
+        paths = {w.info.model_path: w.info.model for w in self._nodes if w.info}
         return paths.get(model)
 
     def limits(self, model: str | None) -> Limits:
@@ -170,7 +172,7 @@ class Router:
             )
         groups = [
             group
-            for w in self._workers
+            for w in self._nodes
             if w.info and w.info.model == name and w.computes_prompts
             for group in self._groups(w)
         ]
@@ -189,7 +191,7 @@ class Router:
 
     def vocab_size(self, model: str) -> int | None:
         """The size of a model's vocabulary, if its nodes say so."""
-        infos = (worker.info for worker in self._workers)
+        infos = (node.info for node in self._nodes)
         return next((info.vocab_size for info in infos if info and info.model == model), None)
 
     def route(
@@ -197,9 +199,9 @@ class Router:
         model: str,
         demand: Demand,
         *,
-        preferred: Worker | None = None,
-        avoided: frozenset[Worker] = frozenset(),
-        apart: frozenset[tuple[Worker, Worker]] = frozenset(),
+        preferred: NodeHandle | None = None,
+        avoided: frozenset[NodeHandle] = frozenset(),
+        apart: frozenset[tuple[NodeHandle, NodeHandle]] = frozenset(),
     ) -> Route:
         """Choose nodes. Raises UnavailableError if none can serve this now.
 
@@ -225,17 +227,17 @@ class Router:
             return route
         return self._by_roles(firsts, demand, preferred, avoided, apart)
 
-    def shortest_queue(self, source: Worker) -> float | None:
+    def shortest_queue(self, source: NodeHandle) -> float | None:
         """Seconds for which a prompt would wait at the least loaded elastic node of the same model
         but this one; None if there is no other, or if nodes are not chosen by prediction."""
         info = source.info
         if self._predictor is None or info is None:
             return None
         found = (
-            worker.load.queue_seconds
-            for worker in self._workers
-            if worker is not source and worker.ready and worker.load.reported is not None
-            if worker.info is not None and worker.info.model == info.model
+            node.load.queue_seconds
+            for node in self._nodes
+            if node is not source and node.ready and node.load.reported is not None
+            if node.info is not None and node.info.model == info.model
         )
         return min(found, default=None)
 
@@ -244,8 +246,8 @@ class Router:
         model: str,
         demand: Demand,
         present: Predicted,
-        avoided: frozenset[Worker],
-        apart: frozenset[tuple[Worker, Worker]],
+        avoided: frozenset[NodeHandle],
+        apart: frozenset[tuple[NodeHandle, NodeHandle]],
     ) -> Predicted | None:
         """Nodes to which a waiting request should move; None if it should stay. See
         :meth:`pd.proxy.prediction.Predictor.better`, and :meth:`route` for what is ``avoided`` and
@@ -253,49 +255,53 @@ class Router:
         among = self._predictable(model, self._firsts(model, demand), demand, avoided)
         if self._predictor is None or among is None:
             return None
-        firsts = [worker for worker in among[0] if worker is not present.first]
+        firsts = [node for node in among[0] if node is not present.first]
         return self._predictor.better(present, firsts, among[1], demand, _travels(apart))
 
-    def _firsts(self, model: str, demand: Demand) -> list[Worker]:
+    def _firsts(self, model: str, demand: Demand) -> list[NodeHandle]:
         """Nodes that may compute the prompt."""
         return [
-            worker
-            for worker in self._workers
-            if worker.info
-            and worker.info.model == model
-            and self._can_start(worker, demand.length, demand.output)
+            node
+            for node in self._nodes
+            if node.info
+            and node.info.model == model
+            and self._can_start(node, demand.length, demand.output)
         ]
 
-    def _decoders(self, model: str, demand: Demand) -> list[Worker]:
+    def _decoders(self, model: str, demand: Demand) -> list[NodeHandle]:
         """Nodes that may generate the answer; none if one token is wanted."""
         if demand.output <= 1:
             return []
         return [
-            worker
-            for worker in self._workers
-            if worker.can_take(demand.length, demand.output)
-            and worker.info
-            and worker.info.model == model
+            node
+            for node in self._nodes
+            if node.can_take(demand.length, demand.output)
+            and node.info
+            and node.info.model == model
         ]
 
     def _predictable(
-        self, model: str, firsts: Sequence[Worker], demand: Demand, avoided: frozenset[Worker]
-    ) -> tuple[list[Worker], list[Worker]] | None:
+        self,
+        model: str,
+        firsts: Sequence[NodeHandle],
+        demand: Demand,
+        avoided: frozenset[NodeHandle],
+    ) -> tuple[list[NodeHandle], list[NodeHandle]] | None:
         """Nodes that may compute the prompt, of ``firsts``, and that may generate the answer; None
         where some node does not report its load, so that nothing can be said of a choice with
         it."""
         decoders = self._decoders(model, demand)
-        if not all(worker.elastic for worker in (*firsts, *decoders)):
+        if not all(node.elastic for node in (*firsts, *decoders)):
             return None
         return _without(avoided, firsts), _without(avoided, decoders)
 
     def _predicted(
         self,
         model: str,
-        firsts: Sequence[Worker],
+        firsts: Sequence[NodeHandle],
         demand: Demand,
-        avoided: frozenset[Worker],
-        apart: frozenset[tuple[Worker, Worker]],
+        avoided: frozenset[NodeHandle],
+        apart: frozenset[tuple[NodeHandle, NodeHandle]],
     ) -> Route | None:
         """The route with the best prediction; None where nothing can be predicted."""
         among = self._predictable(model, firsts, demand, avoided)
@@ -311,11 +317,11 @@ class Router:
 
     def _by_roles(
         self,
-        firsts: Sequence[Worker],
+        firsts: Sequence[NodeHandle],
         demand: Demand,
-        preferred: Worker | None,
-        avoided: frozenset[Worker],
-        apart: frozenset[tuple[Worker, Worker]],
+        preferred: NodeHandle | None,
+        avoided: frozenset[NodeHandle],
+        apart: frozenset[tuple[NodeHandle, NodeHandle]],
     ) -> Route:
         """The policy's choice among the nodes that have the roles, or else can do what they do."""
         prompt = demand.prompt
@@ -325,95 +331,97 @@ class Router:
             sound = _without(avoided, firsts)
             if apart:
                 sound = [w for w in sound if self._is_joined(w, demand, apart)] or sound
-            in_role = [worker for worker in sound if worker.role != "decode"]
+            in_role = [node for node in sound if node.role != "decode"]
             first, reason = self.policy.prefill(in_role or sound, prompt)
         reasons = [(first, reason)]
         suffices = self._suffices(first, demand.length, demand.output)
         if suffices and (first.role == "unified" or demand.output <= 1):
             return Route(first, None, reasons)
         partners = _without(avoided, self._partners(first, demand.length, demand.output))
-        joined = [worker for worker in partners if (first, worker) not in apart]
-        in_role = [worker for worker in joined if worker.role == "decode"]
+        joined = [node for node in partners if (first, node) not in apart]
+        in_role = [node for node in joined if node.role == "decode"]
         if suffices and not in_role:
             return Route(first, None, reasons)
         decode, reason = self.policy.decode(in_role or joined or partners, prompt)
         return Route(first, decode, [*reasons, (decode, reason)])
 
     def _is_joined(
-        self, first: Worker, demand: Demand, apart: frozenset[tuple[Worker, Worker]]
+        self, first: NodeHandle, demand: Demand, apart: frozenset[tuple[NodeHandle, NodeHandle]]
     ) -> bool:
         """Whether a node can serve the request alone, or with one from which it is not apart."""
         partners = self._partners(first, demand.length, demand.output)
         return self._suffices(first, demand.length, demand.output) or any(
-            (first, worker) not in apart for worker in partners
+            (first, node) not in apart for node in partners
         )
 
     def route_alone(
-        self, model: str, demand: Demand, avoided: frozenset[Worker] = frozenset()
+        self, model: str, demand: Demand, avoided: frozenset[NodeHandle] = frozenset()
     ) -> Route:
         """Choose a decode node that computes a resumed request by itself, where no node of another
         role can. Raises UnavailableError if there is none."""
         found = [
-            worker
-            for worker in self._workers
-            if worker.role == "decode" and worker.info and worker.info.model == model
-            if worker.can_take(demand.length, demand.output)
+            node
+            for node in self._nodes
+            if node.role == "decode" and node.info and node.info.model == model
+            if node.can_take(demand.length, demand.output)
         ]
         if not found:
             raise UnavailableError("no node can go on with the request" + self.reasons())
-        worker, reason = self.policy.decode(_without(avoided, found), demand.prompt)
-        return Route(worker, None, [(worker, reason)])
+        node, reason = self.policy.decode(_without(avoided, found), demand.prompt)
+        return Route(node, None, [(node, reason)])
 
-    def route_to(self, worker: Worker) -> Route | None:
+    def route_to(self, node: NodeHandle) -> Route | None:
         """Nodes for a probe of one that a breaker took out; None if it has no partner. Partners
         that are out, too, are probed with it if there are no others, and so are their pairs."""
-        if worker.serves_alone:
-            return Route(worker, None, [(worker, PROBE)])
-        if worker.role == "prefill":
-            partners = self._matching(worker)
+        if node.serves_alone:
+            return Route(node, None, [(node, PROBE)])
+        if node.role == "prefill":
+            partners = self._matching(node)
         else:
-            firsts = [p for p in self._workers if p.computes_prompts]
-            partners = [p for p in firsts if self._matching(p, [worker])]
+            firsts = [p for p in self._nodes if p.computes_prompts]
+            partners = [p for p in firsts if self._matching(p, [node])]
         partners = [w for w in partners if w.ready or (w.could_serve and not w.breaker.stuck)]
         if not partners:
             return None
 
-        def pair(partner: Worker) -> tuple[Worker, Worker]:
-            return (worker, partner) if worker.role == "prefill" else (partner, worker)
+        def pair(partner: NodeHandle) -> tuple[NodeHandle, NodeHandle]:
+            return (node, partner) if node.role == "prefill" else (partner, node)
 
-        def rank(partner: Worker) -> tuple[bool, bool, int]:
+        def rank(partner: NodeHandle) -> tuple[bool, bool, int]:
             first, decode = pair(partner)
             return not partner.ready, not first.hands_off_to(decode), partner.decode_load
 
         return probe_route(*pair(min(partners, key=rank)))
 
-    def _can_start(self, worker: Worker, size: int, output: int) -> bool:
+    def _can_start(self, node: NodeHandle, size: int, output: int) -> bool:
         """Whether a node may compute a prompt of this size, with an answer of so many tokens."""
-        if not worker.computes_prompts or not worker.can_take(size):
+        if not node.computes_prompts or not node.can_take(size):
             return False
-        return self._suffices(worker, size, output) or bool(self._partners(worker, size, output))
+        return self._suffices(node, size, output) or bool(self._partners(node, size, output))
 
     @staticmethod
-    def _suffices(worker: Worker, size: int, output: int) -> bool:
+    def _suffices(node: NodeHandle, size: int, output: int) -> bool:
         """Whether a node that may compute the prompt needs no other for the answer."""
-        return output <= 1 or (worker.serves_alone and worker.can_take(size, output))
+        return output <= 1 or (node.serves_alone and node.can_take(size, output))
 
-    def _partners(self, first: Worker, size: int, output: int) -> list[Worker]:
+    def _partners(self, first: NodeHandle, size: int, output: int) -> list[NodeHandle]:
         if not first.sends:
             return []
-        fitting = [d for d in self._workers if d.can_take(size, output) and first.hands_off_to(d)]
+        fitting = [d for d in self._nodes if d.can_take(size, output) and first.hands_off_to(d)]
         return self._matching(first, fitting)
 
-    def _matching(self, first: Worker, others: Sequence[Worker] | None = None) -> list[Worker]:
+    def _matching(
+        self, first: NodeHandle, others: Sequence[NodeHandle] | None = None
+    ) -> list[NodeHandle]:
         """Return the nodes of ``others``, or of all, that can answer prompts which ``first``
         computes."""
-        among = self._workers if others is None else others
+        among = self._nodes if others is None else others
         return [d for d in among if d is not first and d.receives and _fit(first, d)]
 
-    def _groups(self, first: Worker) -> list[list[Worker]]:
+    def _groups(self, first: NodeHandle) -> list[list[NodeHandle]]:
         """Nodes that could serve a request whose prompt this one computes. With another elastic
         node an elastic one can do no more than either alone."""
-        others = [w for w in self._workers if not (first.elastic and w.elastic)]
+        others = [w for w in self._nodes if not (first.elastic and w.elastic)]
         partners = self._matching(first, others) if first.sends else []
         groups = [[first, decode] for decode in partners]
         return [*groups, [first]] if first.serves_alone or not groups else groups

@@ -32,7 +32,7 @@ from pd.proxy.ledger import Ledger
 from pd.proxy.loop import freeze_objects, new_loop
 from pd.proxy.metrics import Metrics
 from pd.proxy.policies import make_policy
-from pd.proxy.pool import WorkerPool
+from pd.proxy.pool import NodePool
 from pd.proxy.request_trace import RequestTrace, create_trace
 from pd.proxy.routing import Router
 from pd.proxy.service import Service
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from pd.core.messages import AnyMessage
     from pd.core.node_info import Role
     from pd.proxy.config import ProxyConfig
+    from pd.proxy.node_handle import NodeHandle
     from pd.proxy.shared import Shared
-    from pd.proxy.worker import Worker
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -149,7 +149,7 @@ class Proxy:
             began = time.monotonic() if shared is None else shared.began
             self._trace = RequestTrace(Path(config.trace_requests), began)
         self._sockets = Sockets(self.instance_id, config.cluster_key)
-        self._pool = WorkerPool(
+        self._pool = NodePool(
             self._sockets,
             cluster_key=config.cluster_key,
             itl=config.itl,
@@ -161,7 +161,7 @@ class Proxy:
             on_change=self._on_change,
         )
         policy, predictor = make_policy(config.policy), config.make_predictor()
-        self._router = Router(policy, self._pool.workers, predictor)
+        self._router = Router(policy, self._pool.nodes, predictor)
         self._dispatcher = Dispatcher(
             self.instance_id,
             self._router,
@@ -200,7 +200,7 @@ class Proxy:
     async def wait_ready(self, timeout: float) -> bool:
         """Whether the nodes can serve, waiting at most ``timeout`` seconds for them (none: not) and
         for the links between them."""
-        if not self._pool.workers:
+        if not self._pool.nodes:
             return False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
@@ -253,17 +253,17 @@ class Proxy:
         if self._trace is not None:
             await asyncio.to_thread(self._trace.close)
 
-    def _on_message(self, worker: Worker, message: AnyMessage) -> None:
-        self._dispatcher.receive(worker, message)
+    def _on_message(self, node: NodeHandle, message: AnyMessage) -> None:
+        self._dispatcher.receive(node, message)
 
     def _on_taken(self) -> None:
         self._dispatcher.deliver()
 
-    def _on_lost(self, worker: Worker, reason: str, died: bool) -> None:
-        self._dispatcher.worker_lost(worker, reason, died=died)
+    def _on_lost(self, node: NodeHandle, reason: str, died: bool) -> None:
+        self._dispatcher.node_lost(node, reason, died=died)
 
-    def _on_heartbeat(self, worker: Worker) -> None:
-        self._dispatcher.heard_from(worker)
+    def _on_heartbeat(self, node: NodeHandle) -> None:
+        self._dispatcher.heard_from(node)
 
     def _on_change(self) -> None:
         self._dispatcher.nodes_changed()

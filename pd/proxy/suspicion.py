@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from pd.proxy.attempt import Attempt
-    from pd.proxy.worker import Worker
+    from pd.proxy.node_handle import NodeHandle
 
 # Deaths in a row after which a request is not given another node: if no other request was in all
 # of these steps, and if others were. Nodes that die at once, as when somebody kills all of a role,
@@ -144,7 +144,7 @@ class Trials:
         """An attempt that is suspected was sent to its nodes."""
         self._attempts[attempt] = None
 
-    def occupied(self, attempt: Attempt) -> frozenset[Worker]:
+    def occupied(self, attempt: Attempt) -> frozenset[NodeHandle]:
         """Nodes on which others than this attempt's request are tried."""
         for other in [other for other in self._attempts if not _is_tried(other)]:
             del self._attempts[other]

@@ -152,7 +152,7 @@ def test_a_pid_that_now_belongs_to_another_process_is_left_alone(
 
 
 def test_a_deployment_that_says_nothing_any_more_is_given_up(state_home: Path) -> None:
-    program = "from pd.cluster import agent, protocol; protocol.AGENT_LEASE_SECONDS = 0.5; agent.main()"
+    program = "from pd.cluster import agent, protocol; protocol.AGENT_LEASE = 0.5; agent.main()"
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as agent:

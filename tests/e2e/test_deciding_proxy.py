@@ -89,7 +89,7 @@ def test_every_proxy_follows_the_one_that_decides_and_administrators(
         assert [p._lease.decides() for p in pools.values()].count(True) == 1
 
         async def move(role: Role) -> None:
-            pool._order(pool.workers[2], role)
+            pool._order(pool.nodes[2], role)
 
         by_decider = next(p for p in proxies if p.proxy._pool is pool)
         by_decider.run(move("prefill"))
@@ -107,7 +107,7 @@ def test_every_proxy_follows_the_one_that_decides_and_administrators(
 
         # The node does not follow a proxy without the lease, and the proxy learns the role from it.
         async def move_without() -> None:
-            worker = other.proxy._pool.workers[2]
+            worker = other.proxy._pool.nodes[2]
             assert worker.roles is not None
             term = worker.roles.term
             sender = other.proxy._pool._sockets.instance_id
@@ -121,12 +121,12 @@ def test_every_proxy_follows_the_one_that_decides_and_administrators(
         # One proxy fixed the role, the other one gives it back.
         url = f"{by_decider.url}/workers/{nodes[1].instance_id}"
         assert httpx.post(url, json={"role": "auto"}).json()["role"] == "unified"
-        served = [p.proxy._pool.workers[1] for p in proxies]
+        served = [p.proxy._pool.nodes[1] for p in proxies]
         wait_until(lambda: not any(worker.role_is_fixed for worker in served), 20)
         assert not leases(nodes)[1]["fixed"]
 
         async def move_again() -> None:
-            pool._order(pool.workers[1], "decode")
+            pool._order(pool.nodes[1], "decode")
 
         by_decider.run(move_again())
         expected[1] = "decode"
@@ -168,7 +168,7 @@ def test_a_node_that_was_moved_and_is_started_again_has_its_own_role_at_every_pr
 
         async def move() -> None:
             pool = old.proxy._pool
-            pool._order(pool.workers[2], "prefill")
+            pool._order(pool.nodes[2], "prefill")
 
         old.run(move())
         wait_until(lambda: roles(old.url)[2] == "prefill", 20)

@@ -158,8 +158,8 @@ def test_requests_are_served_while_all_nodes_of_a_role_are_gone(
 
 
 def ready(deployment: Deployment) -> list[Any]:
-    workers = deployment.client.get("/workers").json()["workers"]
-    return [worker for worker in workers if worker["ready"]]
+    nodes = deployment.client.get("/workers").json()["workers"]
+    return [node for node in nodes if node["ready"]]
 
 
 def test_prompts_that_arrive_while_answers_stream_lose_nothing(
@@ -190,7 +190,7 @@ def test_a_role_changes_under_load_without_a_trace(deployment: Deployment, seed:
             changed = deployment.client.post(f"/workers/{server.instance_id}", json={"role": role})
             assert changed.status_code == 200, changed.text
         assert [request.result() for request in pending] == expected
-    roles = [worker["role"] for worker in ready(deployment)]
+    roles = [node["role"] for node in ready(deployment)]
     assert roles == ["decode", "prefill"]
     found = hit_tokens(deployment)
     assert [deployment.ask(prompt) for prompt in prompts] == expected
@@ -207,14 +207,14 @@ def test_the_proxy_knows_what_nodes_have_cached_under_eviction(
 ) -> None:
     """Conversations that need several times the pools, some turns past the proxy. The caches are
     what the proxy believes, page by page, and then it is right about the next request, too."""
-    workers = deployment.proxy.proxy._pool.workers
+    nodes = deployment.proxy.proxy._pool.nodes
     caches = [server.node.core.memory.radix for server in (deployment.prefill, deployment.decode)]
 
     def is_known() -> bool:
         # Before its first report a node has the tree of what was sent there.
-        if not all(isinstance(worker.tree, ReportedPrefixes) for worker in workers):
+        if not all(isinstance(node.tree, ReportedPrefixes) for node in nodes):
             return False
-        pairs = zip(workers, caches, strict=True)
+        pairs = zip(nodes, caches, strict=True)
         return all(w.tree._held == set(as_numbers(cache.hashes())) for w, cache in pairs)
 
     rng = random.Random(seed)

@@ -9,7 +9,7 @@ import pytest
 
 from pd.proxy.breaker import FAILURES, FIRST_PAUSE, LONGEST_PAUSE, RESET_SECONDS, Breaker
 from pd.proxy.failover import _blame as blame
-from pd.proxy.worker import Worker
+from pd.proxy.node_handle import NodeHandle
 
 
 class Clock:
@@ -67,7 +67,7 @@ def test_failures_with_several_partners_at_once_are_as_many(breaker: Breaker) ->
 
 @pytest.mark.parametrize("elastic", [False, True])
 def test_one_reset_takes_out_neither_nodes_nor_pairs(elastic: bool) -> None:
-    nodes = [Worker("prefill", "http://p"), Worker("decode", "http://d")]
+    nodes = [NodeHandle("prefill", "http://p"), NodeHandle("decode", "http://d")]
     way = Breaker() if elastic else None
     for _ in range(2 * FAILURES):
         attempt: Any = SimpleNamespace(
@@ -157,7 +157,7 @@ def test_a_stuck_node_is_out_until_its_step_ends(breaker: Breaker, clock: Clock)
 
 def test_a_failed_hand_off_of_a_probe_is_one_of_the_probed_node(clock: Clock) -> None:
     way, node, partner = Breaker(clock), Breaker(clock), Breaker(clock)
-    nodes = [Worker("prefill", "http://p"), Worker("decode", "http://d")]
+    nodes = [NodeHandle("prefill", "http://p"), NodeHandle("decode", "http://d")]
     nodes[0].breaker, nodes[1].breaker = node, partner
     probe: Any = SimpleNamespace(
         hand_off=way, nodes=nodes, decode=nodes[1], partner_of=lambda _: None

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from elastic_workers import COST, ITL
+from elastic_nodes import COST, ITL
 from fake_node import wait_until
 from proxy_cluster import wait_for_all
 

@@ -14,7 +14,7 @@ from fake_node import wait_until
 from pd.core.messages import heartbeat_identity
 from pd.proxy.channel import Sockets
 from pd.proxy.heartbeats import HUNG_SECONDS, LoopWatch
-from pd.proxy.worker import Worker
+from pd.proxy.node_handle import NodeHandle
 
 if TYPE_CHECKING:
     from proxy_cluster import Cluster
@@ -134,14 +134,14 @@ def test_a_fault_with_one_node_does_not_end_the_heartbeats_of_others(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second = cluster.node("unified"), cluster.node("unified")
-    beat = Worker.beat
+    beat = NodeHandle.beat
 
-    def fail_for_one(worker: Worker, *arguments: Any) -> bool:
-        if worker.url == first.url:
+    def fail_for_one(node: NodeHandle, *arguments: Any) -> bool:
+        if node.url == first.url:
             raise RuntimeError("a fault of ours")
-        return beat(worker, *arguments)
+        return beat(node, *arguments)
 
-    monkeypatch.setattr(Worker, "beat", fail_for_one)
+    monkeypatch.setattr(NodeHandle, "beat", fail_for_one)
     proxy = cluster.proxy()
     assert proxy.proxy is not None
     name = proxy.proxy.instance_id

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 import pytest
-from elastic_workers import COST, ITL, report, worker
+from elastic_nodes import COST, ITL, handle, report
 
 from pd.core.node_load import NodeLoad
 from pd.core.step_cost import LEAST_SLICE, StepShape
@@ -20,29 +20,31 @@ from pd.proxy.routing import Router
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pd.proxy.worker import Worker
+    from pd.proxy.node_handle import NodeHandle
 
 
 def demand(length: int = 10_000, **fields: Any) -> Demand:
     return Demand(Prompt(np.arange(length, dtype=np.int32), ""), **fields)
 
 
-def router(workers: Sequence[Worker], ttft: float | None = None) -> Router:
-    return Router(CacheAware(), workers, Predictor(ttft))
+def router(nodes: Sequence[NodeHandle], ttft: float | None = None) -> Router:
+    return Router(CacheAware(), nodes, Predictor(ttft))
 
 
-def way(workers: Sequence[Worker], wanted: Demand | None = None, **options: Any) -> tuple[str, str]:
+def way(
+    nodes: Sequence[NodeHandle], wanted: Demand | None = None, **options: Any
+) -> tuple[str, str]:
     """Names of the node that computes the prompt and of the one that generates."""
-    route = router(workers, **options).route("m", wanted or demand())
+    route = router(nodes, **options).route("m", wanted or demand())
     return route.first.instance_id, (route.decode or route.first).instance_id
 
 
 def test_idle_nodes_split_the_request() -> None:
-    assert way([worker("decode", "d"), worker("prefill", "p")]) == ("p", "d")
+    assert way([handle("decode", "d"), handle("prefill", "p")]) == ("p", "d")
 
 
 def test_a_long_queue_sends_the_prompt_to_the_decode_node() -> None:
-    p, d = worker("prefill", "p"), worker("decode", "d", streams=20, context=40_000)
+    p, d = handle("prefill", "p"), handle("decode", "d", streams=20, context=40_000)
     assert way([p, d]) == ("p", "d")
     report(p, queue_seconds=0.5)
     assert way([p, d]) == ("d", "d")
@@ -52,7 +54,7 @@ def test_a_long_queue_sends_the_prompt_to_the_decode_node() -> None:
 
 def test_many_answers_are_slowed_only_for_a_much_earlier_first_token() -> None:
     """Within their objective, but they are many."""
-    p, d = worker("prefill", "p", queue_seconds=0.5), worker("decode", "d", streams=3)
+    p, d = handle("prefill", "p", queue_seconds=0.5), handle("decode", "d", streams=3)
     assert way([p, d]) == ("d", "d")
     report(d, streams=100)
     assert way([p, d]) == ("p", "d")
@@ -62,7 +64,7 @@ def test_many_answers_are_slowed_only_for_a_much_earlier_first_token() -> None:
 
 def test_where_prompts_are_few_answers_go_where_steps_are_shortest() -> None:
     """They keep away from a node that computes prompts only as long as there are many of these."""
-    p, d = worker("prefill", "p"), worker("decode", "d")
+    p, d = handle("prefill", "p"), handle("decode", "d")
     for share, expected in ((0.05, ("p", "p")), (0.15, ("p", "d"))):
         report(p, prompt_share=2 * share)
         report(d, prompt_share=0.0, streams=20)
@@ -79,13 +81,13 @@ def test_where_prompts_are_few_answers_go_where_steps_are_shortest() -> None:
 
 
 def test_choices_that_are_about_equal_are_split() -> None:
-    p, d = worker("prefill", "p", queue_seconds=0.009), worker("decode", "d")
+    p, d = handle("prefill", "p", queue_seconds=0.009), handle("decode", "d")
     assert way([p, d]) == ("p", "d")
 
 
 def test_what_was_sent_since_the_last_report_counts() -> None:
-    workers = [worker("prefill", "p"), worker("decode", "d", streams=2)]
-    routes = router(workers)
+    nodes = [handle("prefill", "p"), handle("decode", "d", streams=2)]
+    routes = router(nodes)
     ways = []
     for _ in range(4):
         wanted = demand()
@@ -93,13 +95,13 @@ def test_what_was_sent_since_the_last_report_counts() -> None:
         route.sent(wanted)
         ways.append(route.reasons[0][1])
     assert set(ways) == {"split", "whole"}, "burst: both nodes compute prompts"
-    for node in workers:
+    for node in nodes:
         report(node)
     assert routes.route("m", demand()).reasons[0][1] == "split", "the reports say that it is over"
 
 
 def test_answers_that_ended_since_the_last_report_do_not_count() -> None:
-    node = worker("unified", "u", streams=1)
+    node = handle("unified", "u", streams=1)
     idle, load = node.load.decoding.streams, node.load
     wanted = demand()
     sent = router([node]).route("m", wanted).sent(wanted)
@@ -126,7 +128,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 @pytest.mark.usefixtures("clock")
 def test_a_prompt_that_is_computed_before_the_next_report_leaves_no_queue() -> None:
-    node = worker("unified", "u")
+    node = handle("unified", "u")
     load, wanted = node.load, demand()
     sent = router([node]).route("m", wanted).sent(wanted)
     assert load.queue_seconds == pytest.approx(sent.seconds) and sent.seconds > 0
@@ -139,7 +141,7 @@ def test_a_prompt_that_is_computed_before_the_next_report_leaves_no_queue() -> N
 
 def test_prompts_pass_with_time(clock: SimpleNamespace) -> None:
     """One after the other, whether a report has seen them or not."""
-    load = worker("unified", "u").load
+    load = handle("unified", "u").load
     reported = load.reported
     assert reported is not None
     load.prompt_sent(0.3)
@@ -164,7 +166,7 @@ def test_prompts_pass_with_time(clock: SimpleNamespace) -> None:
 
 @pytest.mark.usefixtures("clock")
 def test_a_prompt_that_is_over_is_in_no_queue_until_a_report_counts_it() -> None:
-    node = worker("unified", "u")
+    node = handle("unified", "u")
     load, wanted = node.load, demand()
     sent = router([node]).route("m", wanted).sent(wanted)
     number = load.beat()
@@ -175,7 +177,7 @@ def test_a_prompt_that_is_over_is_in_no_queue_until_a_report_counts_it() -> None
 
 
 def test_the_history_on_the_decode_node_makes_it_the_faster_one() -> None:
-    p, d = worker("prefill", "p"), worker("decode", "d", streams=1)
+    p, d = handle("prefill", "p"), handle("decode", "d", streams=1)
     policy = CacheAware()
     policy.computed(d, demand(9_900).prompt)
     assert way([p, d]) == ("d", "d")
@@ -184,7 +186,7 @@ def test_the_history_on_the_decode_node_makes_it_the_faster_one() -> None:
 
 
 def test_a_full_decode_node_leaves_the_answer_to_the_prefill_node() -> None:
-    p, d = worker("prefill", "p"), worker("decode", "d", free_tokens=5000)
+    p, d = handle("prefill", "p"), handle("decode", "d", free_tokens=5000)
     assert way([p, d]) == ("p", "p")
     report(d)
     assert way([p, d]) == ("p", "d")
@@ -192,13 +194,13 @@ def test_a_full_decode_node_leaves_the_answer_to_the_prefill_node() -> None:
 
 def test_streams_that_would_miss_the_objective_weigh_more_than_a_first_token() -> None:
     """A step of 400 streams takes longer than 20 ms: none joins them."""
-    p, d = worker("prefill", "p", queue_seconds=3.0), worker("decode", "d", streams=400)
+    p, d = handle("prefill", "p", queue_seconds=3.0), handle("decode", "d", streams=400)
     assert way([p, d]) == ("p", "p")
 
 
 def test_misses_of_an_objective_weigh_by_how_much_it_is_missed() -> None:
     """A step of 190 streams beside a prompt takes a hundredth longer than the objective."""
-    a, b = worker("unified", "a", streams=190), worker("unified", "b")
+    a, b = handle("unified", "a", streams=190), handle("unified", "b")
 
     def chosen(streams: int, queue: float) -> tuple[str, str]:
         report(a, streams=streams)
@@ -213,29 +215,29 @@ def test_misses_of_an_objective_weigh_by_how_much_it_is_missed() -> None:
 
 def test_any_node_alone_serves() -> None:
     for role in ("prefill", "decode", "unified"):
-        assert way([worker(role, "only")]) == ("only", "only")
-        assert router([worker(role, "only")]).ready()
+        assert way([handle(role, "only")]) == ("only", "only")
+        assert router([handle(role, "only")]).ready()
 
 
 def test_unified_nodes_keep_their_requests() -> None:
-    assert way([worker("unified", "a"), worker("unified", "b", queue_seconds=1)]) == ("a", "a")
+    assert way([handle("unified", "a"), handle("unified", "b", queue_seconds=1)]) == ("a", "a")
 
 
 def test_a_prompt_that_needs_most_of_a_pool_does_not_travel() -> None:
     """Two such prompts that cross would wait for each other's memory."""
-    p, d = worker("prefill", "p", queue_seconds=9.0), worker("decode", "d")
+    p, d = handle("prefill", "p", queue_seconds=9.0), handle("decode", "d")
     assert way([p, d], demand(99_000)) == ("d", "d")
     report(d, streams=400)
     assert way([p, d], demand(99_000)) == ("p", "p")
 
 
 def test_a_single_token_is_generated_where_the_prompt_is() -> None:
-    route = router([worker("prefill", "p"), worker("decode", "d")]).route("m", demand(output=1))
+    route = router([handle("prefill", "p"), handle("decode", "d")]).route("m", demand(output=1))
     assert (route.first.instance_id, route.decode) == ("p", None)
 
 
 def test_the_objective_of_a_first_token_follows_from_the_prompt_unless_it_is_given() -> None:
-    idle = worker("prefill", "p")
+    idle = handle("prefill", "p")
     assert Predictor(ttft=2.0).ttft_objective(idle, demand()) == 2.0
     alone = COST.prefill_seconds(0, 10_000, 8192, StepShape())
     half = COST.prefill_seconds(0, 4096, 8192, StepShape())
@@ -243,7 +245,7 @@ def test_the_objective_of_a_first_token_follows_from_the_prompt_unless_it_is_giv
 
 
 def test_without_reports_roles_decide() -> None:
-    p, d = worker("prefill", "p", queue_seconds=9.0), worker("decode", "d")
+    p, d = handle("prefill", "p", queue_seconds=9.0), handle("decode", "d")
     d.load.heard(None, 0)
     assert way([p, d]) == ("p", "d")
     p.alive = False
@@ -252,8 +254,8 @@ def test_without_reports_roles_decide() -> None:
 
 def test_beside_nodes_that_are_fixed_roles_decide() -> None:
     """Nothing can be predicted of a choice with one of those."""
-    e = worker("prefill", "e", queue_seconds=30.0)
-    fixed = [worker("prefill", "p"), worker("decode", "d")]
+    e = handle("prefill", "e", queue_seconds=30.0)
+    fixed = [handle("prefill", "p"), handle("decode", "d")]
     for node in fixed:
         assert node.info is not None
         node.claimed = node.info = msgspec.structs.replace(node.info, elastic=False)
@@ -266,10 +268,10 @@ def test_beside_nodes_that_are_fixed_roles_decide() -> None:
 
 
 def test_nodes_of_another_model_change_nothing() -> None:
-    nodes = [worker("prefill", "p", streams=10), worker("decode", "d", streams=60)]
+    nodes = [handle("prefill", "p", streams=10), handle("decode", "d", streams=60)]
     for node in nodes:
         report(node, prompt_share=0.05, streams=node.load.decoding.streams)
-    other = worker("decode", "x", prompt_share=0.0)
+    other = handle("decode", "x", prompt_share=0.0)
     assert other.info is not None
     other.claimed = other.info = msgspec.structs.replace(other.info, model="other")
     assert way(nodes) == way([*nodes, other]) == ("p", "p")
@@ -278,7 +280,7 @@ def test_nodes_of_another_model_change_nothing() -> None:
 
 
 def test_off_leaves_elastic_nodes_to_their_roles() -> None:
-    nodes = [worker("prefill", "p", queue_seconds=9.0), worker("decode", "d")]
+    nodes = [handle("prefill", "p", queue_seconds=9.0), handle("decode", "d")]
     route = Router(CacheAware(), nodes).route("m", demand())
     assert (route.first.instance_id, route.predicted) == ("p", None)
     assert route.decode is not None
@@ -288,7 +290,7 @@ def test_off_leaves_elastic_nodes_to_their_roles() -> None:
 
 @pytest.mark.usefixtures("clock")
 def test_a_report_counts_only_what_was_sent_after_its_heartbeat() -> None:
-    load = worker("prefill", "p").load
+    load = handle("prefill", "p").load
     first = load.beat()
     load.prompt_sent(1.0)
     second = load.beat()
@@ -301,7 +303,7 @@ def test_a_report_counts_only_what_was_sent_after_its_heartbeat() -> None:
 
 
 def test_heartbeats_without_answers_take_no_memory() -> None:
-    load = worker("prefill", "p").load
+    load = handle("prefill", "p").load
     for _ in range(1000):
         load.beat()
     assert len(load._marks) <= 64
@@ -309,7 +311,7 @@ def test_heartbeats_without_answers_take_no_memory() -> None:
 
 def test_a_waiting_request_moves_for_an_earlier_first_token_only() -> None:
     """However many answers its prompt slows where it is, and its own are none of them."""
-    p, d = worker("prefill", "p", queue_seconds=0.28), worker("decode", "d", streams=48)
+    p, d = handle("prefill", "p", queue_seconds=0.28), handle("decode", "d", streams=48)
     wanted = demand(8_000)
     predictor = Predictor()
     waiting = predictor.choose([d], [d], wanted, lambda *_: True)
@@ -332,12 +334,12 @@ def test_an_answer_does_not_go_where_a_long_step_is_under_way_when_its_first_tok
 ):
     """Where it is generated no answer was expected when the step began. A node with answers, or one
     that has time to get ready, computes in short steps."""
-    p = worker("prefill", "p")
-    d = worker("decode", "d", queued_tokens=32_000, queue_seconds=1.0)
+    p = handle("prefill", "p")
+    d = handle("decode", "d", queued_tokens=32_000, queue_seconds=1.0)
     short, long = demand(2_000), demand(30_000)
     assert way([p, d], short) == ("p", "p")
     assert way([p, d], long) == ("p", "d")
-    another = worker("decode", "another")
+    another = handle("decode", "another")
     assert way([p, d, another], short) == ("p", "another")
     for short_steps in ({"streams": 1, "context": 100}, {"awaits": True}):
         report(d, queued_tokens=32_000, queue_seconds=1.0, **short_steps)
@@ -347,10 +349,10 @@ def test_an_answer_does_not_go_where_a_long_step_is_under_way_when_its_first_tok
 def test_a_waiting_request_moves_past_a_node_whose_steps_are_a_hair_too_long() -> None:
     """Choosing takes misses that differ little for equal, so moving does, too."""
     predictor, wanted = Predictor(2.0), demand(1_000)
-    p, a = worker("prefill", "p"), worker("decode", "a", streams=20)
+    p, a = handle("prefill", "p"), handle("decode", "a", streams=20)
     step = COST.seconds(StepShape(tokens=LEAST_SLICE, streams=20, context=2_000))
     report(a, streams=20, context=2_000, itl=step / 1.003)
-    b = worker("decode", "b", queue_seconds=0.3)
+    b = handle("decode", "b", queue_seconds=0.3)
     waiting = predictor.choose([p], [p], wanted, lambda *_: True)
     assert waiting is not None
     present = waiting._replace(ttft=1.2)
@@ -360,7 +362,7 @@ def test_a_waiting_request_moves_past_a_node_whose_steps_are_a_hair_too_long() -
 
 
 def test_a_waiting_request_moves_only_to_nodes_that_will_be_chosen_for_it() -> None:
-    a, b = worker("unified", "a", queue_seconds=9.0), worker("unified", "b")
+    a, b = handle("unified", "a", queue_seconds=9.0), handle("unified", "b")
     routes, wanted = router([a, b]), demand()
     present = Predictor().choose([a], [a], wanted, lambda *_: True)
     assert present is not None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
-from elastic_workers import report, worker
+from elastic_nodes import handle, report
 
 from pd.core.messages import NodeHeartbeat, RoleState
 from pd.node.role_lease import RoleLease
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from proxy_cluster import Cluster
 
     from pd.core.node_info import Role
-    from pd.proxy.worker import Worker
+    from pd.proxy.node_handle import NodeHandle
 
 
 class Fleet:
     """One prefill and two decode nodes, or the other way round, and a clock."""
 
     def __init__(self, *roles: str) -> None:
-        self.nodes = [worker(role, f"{role}-{index}") for index, role in enumerate(roles)]
+        self.nodes = [handle(role, f"{role}-{index}") for index, role in enumerate(roles)]
         for node in self.nodes:
             node.roles = RoleState(decider="me", term=1)
         lease = DecisionLease("me", self.nodes)
@@ -36,7 +36,7 @@ class Fleet:
         self.now += 30.0  # the pause of a proxy that begins to decide
 
     @staticmethod
-    def move(node: Worker, role: Role) -> None:
+    def move(node: NodeHandle, role: Role) -> None:
         """The node follows the order at once."""
         node.role = role
 
@@ -139,7 +139,7 @@ def test_the_last_node_of_a_role_keeps_it() -> None:
 
 def test_a_role_that_was_set_stays() -> None:
     fleet = Fleet("prefill", "decode", "decode")
-    fixed: Worker = fleet.nodes[1]
+    fixed: NodeHandle = fleet.nodes[1]
     fixed.role_is_fixed = True
     fleet.run(12, queue=3.0, streams=20)
     assert fleet.roles == ["prefill", "decode", "prefill"]
@@ -189,7 +189,7 @@ def deal_out(views: dict[str, range], seed: int) -> dict[int, str]:
     rng, now = random.Random(seed), 0.0
     leases = {number: RoleLease() for view in views.values() for number in view}
     known = {
-        name: {number: worker("decode", f"node-{number}") for number in view}
+        name: {number: handle("decode", f"node-{number}") for number in view}
         for name, view in views.items()
     }
     for turn in range(400):
@@ -216,7 +216,7 @@ def test_a_proxy_that_shares_few_nodes_with_another_decides_on_its_own(seed: int
         assert [found[number] for number in range(3, 10)] == ["b"] * 7, seed + offset
 
 
-def heartbeat(node: Worker, roles: RoleState | None) -> None:
+def heartbeat(node: NodeHandle, roles: RoleState | None) -> None:
     beat = NodeHeartbeat(
         to="me",
         sender=node.instance_id,
@@ -229,14 +229,14 @@ def heartbeat(node: Worker, roles: RoleState | None) -> None:
     node.heard(beat)
 
 
-def start_again(node: Worker, **info: object) -> None:
+def start_again(node: NodeHandle, **info: object) -> None:
     node.lost("it died")
     assert node.info is not None
     node.meets(msgspec.structs.replace(node.info, **{"instance_id": "another", **info}))
 
 
 def test_a_node_that_is_started_again_has_its_own_role() -> None:
-    node = worker("prefill", "node")
+    node = handle("prefill", "node")
     heartbeat(node, RoleState(role="decode", decider="another", term=1))
     assert node.role == "decode"
     start_again(node)
@@ -245,7 +245,7 @@ def test_a_node_that_is_started_again_has_its_own_role() -> None:
 
 
 def test_a_node_that_is_started_again_gets_the_role_that_an_administrator_set() -> None:
-    node = worker("prefill", "node")
+    node = handle("prefill", "node")
     heartbeat(node, RoleState(role="decode", fixed=True))
     start_again(node)
     heartbeat(node, RoleState())
@@ -256,7 +256,7 @@ def test_a_node_that_is_started_again_gets_the_role_that_an_administrator_set() 
 
 
 def test_a_role_that_an_administrator_gave_back_is_no_more_fixed_at_any_proxy() -> None:
-    node = worker("prefill", "node")
+    node = handle("prefill", "node")
     heartbeat(node, RoleState(role="decode", fixed=True, administered=1))
     start_again(node)
     heartbeat(node, RoleState())
@@ -269,7 +269,7 @@ def test_a_role_that_an_administrator_gave_back_is_no_more_fixed_at_any_proxy() 
 
 
 def test_a_role_that_was_given_back_while_the_node_was_out_of_reach_is_given_back_later() -> None:
-    node = worker("prefill", "node")
+    node = handle("prefill", "node")
     heartbeat(node, RoleState(role="decode", fixed=True, administered=1))
     node.lost("its link is cut")
     node.free_role()
@@ -284,7 +284,7 @@ def test_a_role_that_was_given_back_while_the_node_was_out_of_reach_is_given_bac
 
 
 def test_a_restarted_node_counts_orders_of_administrators_anew() -> None:
-    node = worker("prefill", "node")
+    node = handle("prefill", "node")
     heartbeat(node, RoleState(role="decode", fixed=True, administered=3))
     start_again(node)
     # Meanwhile another proxy fixed it, and an administrator gave it back there.
@@ -293,7 +293,7 @@ def test_a_restarted_node_counts_orders_of_administrators_anew() -> None:
 
 
 def test_a_node_that_is_elastic_no_more_has_the_role_with_which_it_was_added() -> None:
-    node = worker("prefill", "node")
+    node = handle("prefill", "node")
     heartbeat(node, RoleState(role="decode", fixed=True))
     start_again(node, elastic=False)
     heartbeat(node, None)
@@ -301,7 +301,7 @@ def test_a_node_that_is_elastic_no_more_has_the_role_with_which_it_was_added() -
 
 
 def test_every_proxy_has_an_elastic_node_in_the_role_with_which_it_was_started() -> None:
-    node = worker("prefill", "node")
+    node = handle("prefill", "node")
     node.role = node.added_as = "decode"
     heartbeat(node, RoleState())
     assert node.role == "prefill"

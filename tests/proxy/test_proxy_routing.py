@@ -11,7 +11,7 @@ import httpx
 import msgspec
 import numpy as np
 import pytest
-from elastic_workers import COST, ITL
+from elastic_nodes import COST, ITL
 from fake_node import wait_until
 from proxy_cluster import wait_for_all
 
@@ -19,6 +19,7 @@ from pd.core.errors import InvalidRequestError, NotFoundError, UnavailableError,
 from pd.core.messages import Finish
 from pd.core.node_load import NodeLoad
 from pd.proxy.breaker import FAILURES, Breaker
+from pd.proxy.node_handle import Endpoints, NodeHandle, Pages, ServerInfo
 from pd.proxy.policies import (
     IMBALANCE_REQUESTS,
     IMBALANCE_TOKENS,
@@ -32,7 +33,6 @@ from pd.proxy.policies import (
 from pd.proxy.prediction import Demand
 from pd.proxy.prefix_tree import PrefixTree
 from pd.proxy.routing import Router
-from pd.proxy.worker import Endpoints, Pages, ServerInfo, Worker
 
 if TYPE_CHECKING:
     from fake_node import FakeNode
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from pd.core.messages import Generate
 
 
-def worker(role: Any, name: str, **info: Any) -> Worker:
+def handle(role: Any, name: str, **info: Any) -> NodeHandle:
     """A ready worker without a process."""
-    made = Worker(role, f"http://{name}")
+    made = NodeHandle(role, f"http://{name}")
     defaults = {
         "model": "m",
         "page_size": 4,
@@ -75,44 +75,44 @@ def take_out(breaker: Breaker | None) -> None:
 
 class TestCacheAware:
     def test_a_prompt_goes_where_its_prefix_is(self) -> None:
-        workers = [worker("prefill", name) for name in "abc"]
+        nodes = [handle("prefill", name) for name in "abc"]
         policy = CacheAware()
-        policy.computed(workers[1], LONG)
+        policy.computed(nodes[1], LONG)
         longer = prompt(*range(500))
-        assert policy.prefill(workers, longer) == (workers[1], "prefix")
-        assert policy.decode(workers, longer) == (workers[1], "prefix")
-        assert policy.prefill(workers, prompt(9, 9, 9, 9, 9)).reason == "load"
+        assert policy.prefill(nodes, longer) == (nodes[1], "prefix")
+        assert policy.decode(nodes, longer) == (nodes[1], "prefix")
+        assert policy.prefill(nodes, prompt(9, 9, 9, 9, 9)).reason == "load"
 
     def test_the_longest_prefix_wins(self) -> None:
-        workers = [worker("prefill", name) for name in "ab"]
+        nodes = [handle("prefill", name) for name in "ab"]
         policy = CacheAware()
-        policy.computed(workers[0], prompt(*range(200)))
-        policy.computed(workers[1], prompt(*range(400)))
-        assert policy.prefill(workers, prompt(*range(600))).worker is workers[1]
+        policy.computed(nodes[0], prompt(*range(200)))
+        policy.computed(nodes[1], prompt(*range(400)))
+        assert policy.prefill(nodes, prompt(*range(600))).node is nodes[1]
 
     def test_cache_salts_do_not_meet(self) -> None:
-        workers = [worker("prefill", name) for name in "ab"]
+        nodes = [handle("prefill", name) for name in "ab"]
         policy = CacheAware()
-        policy.computed(workers[1], LONG)
-        assert policy.prefill(workers, LONG._replace(namespace="salt")).reason == "load"
+        policy.computed(nodes[1], LONG)
+        assert policy.prefill(nodes, LONG._replace(namespace="salt")).reason == "load"
 
     def test_a_queue_that_costs_more_than_the_prefix_saves_loses(self) -> None:
-        workers = [worker("prefill", name) for name in "ab"]
+        nodes = [handle("prefill", name) for name in "ab"]
         policy = CacheAware()
-        policy.computed(workers[1], LONG)
-        workers[1].queued_tokens = 400 + IMBALANCE_TOKENS
-        assert policy.prefill(workers, LONG).worker is workers[1]
-        workers[1].pending_tokens = 401 + IMBALANCE_TOKENS
-        assert policy.prefill(workers, LONG) == (workers[0], "load")
+        policy.computed(nodes[1], LONG)
+        nodes[1].queued_tokens = 400 + IMBALANCE_TOKENS
+        assert policy.prefill(nodes, LONG).node is nodes[1]
+        nodes[1].pending_tokens = 401 + IMBALANCE_TOKENS
+        assert policy.prefill(nodes, LONG) == (nodes[0], "load")
 
     def test_a_crowded_decode_node_loses(self) -> None:
-        workers = [worker("decode", name) for name in "ab"]
+        nodes = [handle("decode", name) for name in "ab"]
         policy = CacheAware()
-        policy.computed(workers[1], LONG)
-        workers[0].running, workers[1].running = 8, 10 + IMBALANCE_REQUESTS
-        assert policy.decode(workers, LONG).worker is workers[1]
-        workers[1].running += 1
-        assert policy.decode(workers, LONG) == (workers[0], "load")
+        policy.computed(nodes[1], LONG)
+        nodes[0].running, nodes[1].running = 8, 10 + IMBALANCE_REQUESTS
+        assert policy.decode(nodes, LONG).node is nodes[1]
+        nodes[1].running += 1
+        assert policy.decode(nodes, LONG) == (nodes[0], "load")
 
 
 def test_a_tree_is_no_larger_than_the_nodes_pool() -> None:
@@ -132,10 +132,10 @@ def test_round_robin_takes_turns_per_role_and_meets_every_pair(
     num_prefill: int, num_decode: int
 ) -> None:
     policy = RoundRobin()
-    prefill = [worker("prefill", name) for name in "abcdef"[:num_prefill]]
-    decode = [worker("decode", name) for name in "uvwxyz"[:num_decode]]
+    prefill = [handle("prefill", name) for name in "abcdef"[:num_prefill]]
+    decode = [handle("decode", name) for name in "uvwxyz"[:num_decode]]
     pairs = [
-        (policy.prefill(prefill, LONG).worker.url[-1], policy.decode(decode, LONG).worker.url[-1])
+        (policy.prefill(prefill, LONG).node.url[-1], policy.decode(decode, LONG).node.url[-1])
         for _ in range(60 * 6)
     ]
     for side, nodes in ((0, num_prefill), (1, num_decode)):
@@ -145,16 +145,16 @@ def test_round_robin_takes_turns_per_role_and_meets_every_pair(
 
 
 def test_random_uses_all() -> None:
-    workers = [worker("prefill", name) for name in "abc"]
-    counts = Counter(Random().prefill(workers, LONG).worker.url for _ in range(200))
+    nodes = [handle("prefill", name) for name in "abc"]
+    counts = Counter(Random().prefill(nodes, LONG).node.url for _ in range(200))
     assert len(counts) == 3
 
 
 def test_power_of_two_never_takes_the_most_loaded() -> None:
-    workers = [worker("prefill", name) for name in "abc"]
-    workers[1].queued_tokens = 10
-    assert all(PowerOfTwo().prefill(workers, LONG).worker is not workers[1] for _ in range(50))
-    assert PowerOfTwo().prefill(workers[:1], LONG).worker is workers[0]
+    nodes = [handle("prefill", name) for name in "abc"]
+    nodes[1].queued_tokens = 10
+    assert all(PowerOfTwo().prefill(nodes, LONG).node is not nodes[1] for _ in range(50))
+    assert PowerOfTwo().prefill(nodes[:1], LONG).node is nodes[0]
 
 
 def test_unknown_policies_are_named() -> None:
@@ -163,15 +163,15 @@ def test_unknown_policies_are_named() -> None:
 
 
 class TestRouter:
-    def router(self, *workers: Worker) -> Router:
-        return Router(RoundRobin(), workers)
+    def router(self, *nodes: NodeHandle) -> Router:
+        return Router(RoundRobin(), nodes)
 
     def test_pairs_fit_together(self) -> None:
         router = self.router(
-            worker("prefill", "p1"),
-            worker("decode", "d1", model="other"),
-            worker("prefill", "p2", transfer_backend="nixl"),
-            worker("decode", "d2", transfer_backend="nixl"),
+            handle("prefill", "p1"),
+            handle("decode", "d1", model="other"),
+            handle("prefill", "p2", transfer_backend="nixl"),
+            handle("decode", "d2", transfer_backend="nixl"),
         )
         for _ in range(4):
             route = router.route("m", Demand(LONG))
@@ -183,17 +183,17 @@ class TestRouter:
     def test_one_transfer_backend_in_common_is_enough(self) -> None:
         """What each node shows as its backend is only the one that it likes best."""
         router = self.router(
-            worker("prefill", "p", transfer_backend="nvlink", transfer_backends=["nvlink", "nixl"]),
-            worker("decode", "d1", transfer_backend="tcp", transfer_backends=["tcp"]),
-            worker("decode", "d2", transfer_backend="nixl", transfer_backends=["nixl", "tcp"]),
+            handle("prefill", "p", transfer_backend="nvlink", transfer_backends=["nvlink", "nixl"]),
+            handle("decode", "d1", transfer_backend="tcp", transfer_backends=["tcp"]),
+            handle("decode", "d2", transfer_backend="nixl", transfer_backends=["nixl", "tcp"]),
         )
         for _ in range(4):
             decode = router.route("m", Demand(LONG)).decode
             assert decode is not None and decode.instance_id == "d2"
 
     def test_a_node_that_no_partner_reaches_is_passed_over(self) -> None:
-        cut, whole = worker("prefill", "cut"), worker("prefill", "whole")
-        decoders = [worker("decode", "d1"), worker("decode", "d2")]
+        cut, whole = handle("prefill", "cut"), handle("prefill", "whole")
+        decoders = [handle("decode", "d1"), handle("decode", "d2")]
         router = self.router(cut, whole, *decoders)
         apart = frozenset((cut, decode) for decode in decoders)
         for _ in range(4):
@@ -206,13 +206,13 @@ class TestRouter:
         assert router.route("m", Demand(LONG), apart=nowhere).decode in decoders
 
     def test_unified_nodes_need_no_partner(self) -> None:
-        router = self.router(worker("unified", "u"), worker("decode", "d"))
+        router = self.router(handle("unified", "u"), handle("decode", "d"))
         assert router.ready()
         assert router.route("m", Demand(LONG)).decode is None
 
     def test_a_prompt_goes_only_where_it_fits(self) -> None:
-        small = worker("decode", "small", pages=Pages(10))
-        router = self.router(worker("prefill", "p"), small, worker("decode", "large"))
+        small = handle("decode", "small", pages=Pages(10))
+        router = self.router(handle("prefill", "p"), small, handle("decode", "large"))
         for _ in range(3):
             decode = router.route("m", Demand(LONG)).decode
             assert decode is not None
@@ -221,7 +221,7 @@ class TestRouter:
         router.limits("m").check_prompt(50_000, 50_000, explicit=True)
 
     def test_nothing_is_known_nothing_is_there(self) -> None:
-        lonely = self.router(worker("prefill", "p"))
+        lonely = self.router(handle("prefill", "p"))
         assert not lonely.ready()
         with pytest.raises(UnavailableError):
             lonely.route("m", Demand(LONG))
@@ -232,7 +232,7 @@ class TestRouter:
 
     def test_limits_refuse_what_no_pair_can_do(self) -> None:
         limits = self.router(
-            worker("prefill", "p", context_length=100), worker("decode", "d", pages=Pages(20))
+            handle("prefill", "p", context_length=100), handle("decode", "d", pages=Pages(20))
         ).limits(None)
         limits.check_prompt(80, 1, explicit=True)
         limits.check_prompt(60, 21, explicit=True)
@@ -252,10 +252,10 @@ class TestRouter:
     def test_limits_are_those_of_whole_routes(self) -> None:
         """One pair takes long prompts, another one long answers, and none both."""
         limits = self.router(
-            worker("prefill", "p1", model_id="1", pages=Pages(10)),
-            worker("decode", "d1", model_id="1", pages=Pages(100)),
-            worker("prefill", "p2", model_id="2", pages=Pages(50)),
-            worker("decode", "d2", model_id="2", pages=Pages(50)),
+            handle("prefill", "p1", model_id="1", pages=Pages(10)),
+            handle("decode", "d1", model_id="1", pages=Pages(100)),
+            handle("prefill", "p2", model_id="2", pages=Pages(50)),
+            handle("decode", "d2", model_id="2", pages=Pages(50)),
         ).limits(None)
         limits.check_prompt(40, 361, explicit=True)
         limits.check_prompt(41, 160, explicit=True)
@@ -267,8 +267,8 @@ class TestRouter:
         assert limits.default_max_tokens(41, None) == 159
 
     def test_a_client_that_names_no_length_gets_one_that_fits_what_is_ready(self) -> None:
-        large = worker("decode", "large", pages=Pages(100))
-        router = self.router(worker("prefill", "p"), worker("decode", "d", pages=Pages(10)), large)
+        large = handle("decode", "large", pages=Pages(100))
+        router = self.router(handle("prefill", "p"), handle("decode", "d", pages=Pages(10)), large)
         assert router.limits("m").default_max_tokens(30, None) == 370
         large.alive = False
         limits = router.limits("m")
@@ -279,8 +279,8 @@ class TestRouter:
     def test_a_context_bounds_prompts_like_a_pool(self) -> None:
         """One node has the context and another one the pool, and no node both."""
         limits = self.router(
-            worker("unified", "a", context_length=1000),
-            worker("unified", "b", pages=Pages(100)),
+            handle("unified", "a", context_length=1000),
+            handle("unified", "b", pages=Pages(100)),
         ).limits(None)
         with pytest.raises(InvalidRequestError, match="contexts and KV pools hold 999"):
             limits.check_prompt(1000, 1, explicit=False)
@@ -289,12 +289,12 @@ class TestRouter:
         limits.check_prompt(999, 1, explicit=True)
 
     def test_a_prompt_node_without_a_partner_is_not_ready(self) -> None:
-        router = self.router(worker("prefill", "p"), worker("unified", "u", pages=Pages(100)))
+        router = self.router(handle("prefill", "p"), handle("unified", "u", pages=Pages(100)))
         assert router.limits("m").default_max_tokens(100, None) == 300
 
     def test_a_way_that_is_out_is_there_but_not_ready(self) -> None:
-        small = worker("prefill", "small", elastic=True, pages=Pages(100))
-        large = worker("decode", "large")
+        small = handle("prefill", "small", elastic=True, pages=Pages(100))
+        large = handle("decode", "large")
         router = self.router(small, large)
         assert router.limits("m").default_max_tokens(10, None) == 99_990
         take_out(small.hand_off_to(large))
@@ -307,8 +307,8 @@ class TestRouter:
     @pytest.mark.parametrize("role", ["prefill", "decode"])
     def test_a_node_is_probed_with_a_partner_to_which_the_way_is_out(self, role: Any) -> None:
         """The probe of the way waits for the node, so the node must not wait for the way."""
-        node = worker(role, "node")
-        partner = worker("decode" if role == "prefill" else "prefill", "elastic", elastic=True)
+        node = handle(role, "node")
+        partner = handle("decode" if role == "prefill" else "prefill", "elastic", elastic=True)
         router = self.router(node, partner)
         first, decode = (node, partner) if role == "prefill" else (partner, node)
         take_out(first.hand_off_to(decode))
@@ -316,7 +316,7 @@ class TestRouter:
         route = router.route_to(node)
         assert route is not None
         assert (route.first, route.decode) == (first, decode)
-        other = worker(partner.role, "other")
+        other = handle(partner.role, "other")
         route = self.router(node, partner, other).route_to(node)
         assert route is not None
         assert other in (route.first, route.decode), "over a way that works, if there is one"
@@ -325,7 +325,7 @@ class TestRouter:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """They are asked for each request."""
-        router = self.router(*(worker("unified", f"n{i}", elastic=True) for i in range(50)))
+        router = self.router(*(handle("unified", f"n{i}", elastic=True) for i in range(50)))
 
         def difference(*_: object) -> None:
             raise AssertionError("compared")
@@ -335,10 +335,10 @@ class TestRouter:
 
     def test_an_answer_is_generated_only_where_it_fits(self) -> None:
         """The last token needs no KV."""
-        small = worker("decode", "small", pages=Pages(101))
-        router = self.router(worker("prefill", "p"), small, worker("decode", "large"))
+        small = handle("decode", "small", pages=Pages(101))
+        router = self.router(handle("prefill", "p"), small, handle("decode", "large"))
 
-        def chosen(output: int) -> set[Worker | None]:
+        def chosen(output: int) -> set[NodeHandle | None]:
             return {router.route("m", Demand(LONG, output=output)).decode for _ in range(4)}
 
         assert len(chosen(5)) == 2
@@ -347,26 +347,26 @@ class TestRouter:
         assert small not in answering
 
     def test_a_prompt_needs_no_room_for_its_answer_where_it_is_only_computed(self) -> None:
-        first = worker("prefill", "p", pages=Pages(100))
-        router = self.router(first, worker("decode", "d"))
+        first = handle("prefill", "p", pages=Pages(100))
+        router = self.router(first, handle("decode", "d"))
         assert router.route("m", Demand(LONG, output=500)).first is first
 
     def test_a_unified_node_sends_nothing_to_another_that_has_more_room(self) -> None:
-        small, large = worker("unified", "u", pages=Pages(101)), worker("unified", "large")
-        router = self.router(small, worker("decode", "d"), large)
+        small, large = handle("unified", "u", pages=Pages(101)), handle("unified", "large")
+        router = self.router(small, handle("decode", "d"), large)
         routes = [router.route("m", Demand(LONG, output=6)) for _ in range(4)]
         assert all((route.first, route.decode) == (large, None) for route in routes)
 
     def test_an_elastic_node_without_room_for_the_answer_only_computes_the_prompt(self) -> None:
-        small = worker("prefill", "small", elastic=True, pages=Pages(101))
-        large = worker("prefill", "large", elastic=True)
+        small = handle("prefill", "small", elastic=True, pages=Pages(101))
+        large = handle("prefill", "large", elastic=True)
         router = self.router(small, large)
         routes = [router.route("m", Demand(LONG, output=6)) for _ in range(4)]
         assert {(route.first, route.decode) for route in routes} == {(small, large), (large, None)}
 
     def test_without_a_node_that_has_room_the_request_waits_for_one(self) -> None:
-        large = worker("decode", "large")
-        router = self.router(worker("prefill", "p"), worker("decode", "d", pages=Pages(101)), large)
+        large = handle("decode", "large")
+        router = self.router(handle("prefill", "p"), handle("decode", "d", pages=Pages(101)), large)
         large.alive = False
         with pytest.raises(UnavailableError, match="no node can serve"):
             router.route("m", Demand(LONG, output=6))

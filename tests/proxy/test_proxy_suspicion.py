@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 from pd.core.messages import LEASE_SECONDS, NodeHeartbeat
+from pd.proxy.node_handle import NodeHandle
 from pd.proxy.suspicion import (
     AT_ONCE_SECONDS,
     BROKEN_SECONDS,
@@ -13,7 +14,6 @@ from pd.proxy.suspicion import (
     Death,
     Suspicion,
 )
-from pd.proxy.worker import Worker
 
 R, S, T = (("owner", name) for name in "RST")
 
@@ -83,12 +83,12 @@ def test_requests_of_other_processes_are_company_that_nobody_here_knows() -> Non
 
 
 def test_a_node_has_others_if_two_heartbeats_in_a_row_count_more_than_was_sent() -> None:
-    worker = Worker("decode", "http://127.0.0.1:1")
+    node = NodeHandle("decode", "http://127.0.0.1:1")
     found = []
     for running in (1, 0, 2, 3, 1, 0):
         beat = NodeHeartbeat(to="p", sender="d", ready=True, queued_tokens=0, running=running)
-        worker.heard(beat)
-        found.append(worker.others)
+        node.heard(beat)
+        found.append(node.others)
     assert found == [0, 0, 0, 2, 1, 0]
 
 

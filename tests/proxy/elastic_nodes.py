@@ -6,16 +6,16 @@ from typing import Any
 
 from pd.core.node_load import NodeLoad
 from pd.core.step_cost import StepCost
-from pd.proxy.worker import Endpoints, Pages, ServerInfo, Worker
+from pd.proxy.node_handle import Endpoints, NodeHandle, Pages, ServerInfo
 
 # 40,000 prompt tokens a second, and 6 ms for a step of 20 streams.
 COST = StepCost(base=5e-3, mixed=1e-3, middle=2.5e-5, rest=2.5e-5, stream=5e-5)
 ITL = 0.02
 
 
-def worker(role: Any, name: str, **load: Any) -> Worker:
+def handle(role: Any, name: str, **load: Any) -> NodeHandle:
     """An elastic node without a process."""
-    made = Worker(role, f"http://{name}")
+    made = NodeHandle(role, f"http://{name}")
     made.claimed = made.info = ServerInfo(
         role=role,
         instance_id=name,
@@ -31,7 +31,7 @@ def worker(role: Any, name: str, **load: Any) -> Worker:
     return made
 
 
-def report(node: Worker, **load: Any) -> None:
+def report(node: NodeHandle, **load: Any) -> None:
     fields = {"cost": COST, "itl": ITL, "free_tokens": 200_000, "chunk": 8192} | load
     fields.setdefault("answering", fields.get("streams", 0))
     node.load.heard(NodeLoad(**fields), node.load.beat())

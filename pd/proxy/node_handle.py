@@ -100,7 +100,7 @@ class ServerInfo(msgspec.Struct):
         return None
 
 
-class Worker:
+class NodeHandle:
     """One node at one URL, through restarts.
 
     Args:
@@ -171,7 +171,7 @@ class Worker:
         self.pending_tokens = 0
         self.leaving = self.stuck = False
         self.breaker = Breaker()
-        self.hand_offs: dict[Worker, Breaker] = {}
+        self.hand_offs: dict[NodeHandle, Breaker] = {}
         self.linked: list[str] | None = None
         self.tree: PrefixTree | ReportedPrefixes | None = None
         self.load = LoadEstimate()
@@ -231,17 +231,17 @@ class Worker:
         """Whether it can serve a request from the prompt to the last token."""
         return self.role == "unified" or self.elastic
 
-    def hand_off_to(self, other: Worker) -> Breaker | None:
+    def hand_off_to(self, other: NodeHandle) -> Breaker | None:
         """The breaker of the pair with another node; None if failures count for the nodes."""
         if not self.elastic and not other.elastic:
             return None
         return self.hand_offs.setdefault(other, Breaker())
 
-    def hands_off_to(self, other: Worker) -> bool:
+    def hands_off_to(self, other: NodeHandle) -> bool:
         """Whether KV may be sent to another node, as far as the last times tell."""
         return other not in self.hand_offs or self.hand_offs[other].lets_in
 
-    def partner_lost(self, partner: Worker) -> None:
+    def partner_lost(self, partner: NodeHandle) -> None:
         """Another node has ended, or was restarted."""
         self.breaker.partner_lost(partner)
         self.hand_offs.pop(partner, None)
