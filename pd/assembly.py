@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import msgspec
 
 from pd.bootstrap.registry import Registry
+from pd.core.addresses import in_url
 from pd.core.node_info import NodeInfo
 from pd.decode_node.receiving import ReceivingEnd
 from pd.engine.digests import Digests
@@ -285,7 +286,7 @@ def _introduce(
         role=cast("Role", config.role),
         model_id=core.engine.model_id,
         kv=core.engine.layout,
-        endpoint=f"tcp://{f'[{host}]' if ':' in host else host}:{control.port}",
+        endpoint=f"tcp://{in_url(host)}:{control.port}",
         bootstrap=bootstrap_url,
         transfers={} if transfer is None else transfer.addresses(),
         kv_digest=config.kv_digest,

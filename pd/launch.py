@@ -8,10 +8,11 @@ import time
 from typing import TYPE_CHECKING
 
 from pd.bootstrap.server import make_bootstrap_app
+from pd.core.addresses import in_url
 from pd.core.errors import UsageError
 from pd.core.local_requests import is_loopback
 from pd.node.admin import make_admin_app
-from pd.node.http_server import Deferred, HttpServers, bind
+from pd.node.http_server import Deferred, HttpServers, listen
 from pd.node.kv_events.publisher import make_publisher
 
 if TYPE_CHECKING:
@@ -43,13 +44,13 @@ class NodeServer:
         self.instance_id = secrets.token_hex(8)
         self._admin, self._bootstrap = Deferred(), Deferred()
         self._registry: Registry | None = None
-        admin_socket = bind(config.host, config.port)
+        admin_socket = listen(config.host, config.port)
         apps = [(self._admin, admin_socket)]
         self.url = self._url(admin_socket)
         self.bootstrap_url = ""
         if config.hands_off and config.computes_prompts:
             try:
-                bootstrap_socket = bind(config.host, config.bootstrap_port, "--bootstrap-port")
+                bootstrap_socket = listen(config.host, config.bootstrap_port, "--bootstrap-port")
             except BaseException:
                 admin_socket.close()
                 raise
@@ -64,7 +65,7 @@ class NodeServer:
 
     def _url(self, bound: socket.socket) -> str:
         host = self.config.public_host
-        return f"http://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
+        return f"http://{in_url(host)}:{bound.getsockname()[1]}"
 
     def start(self) -> None:
         """Load the model and serve; returns when requests are accepted."""

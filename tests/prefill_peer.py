@@ -26,7 +26,7 @@ from pd.core.messages import (
 )
 from pd.core.node_info import NodeInfo
 from pd.engine.kv_pool import KVPool
-from pd.node.http_server import HttpServers, bind
+from pd.node.http_server import HttpServers, listen
 from pd.speculative.choice import describe_drafter
 from pd.transfer.base import TransferState
 from pd.transfer.registry import make_transfer_manager
@@ -56,7 +56,7 @@ class PrefillPeer:
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         port = self._router.bind_to_random_port("tcp://127.0.0.1")
-        socket = bind("127.0.0.1", 0)
+        socket = listen("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{socket.getsockname()[1]}"
         info = NodeInfo(
             instance_id=self.name,

@@ -199,11 +199,12 @@ def _listen(address: str, device: str, key: bytes | None) -> int:
     """Serve one prefill side, then end."""
     from pd.bench.transfer_control import Control, accept_socket, listen, parse_address
     from pd.bench.transfer_ends import TargetEnd, check_device
+    from pd.core.addresses import in_url
 
     check_device(device)
     with contextlib.closing(listen(*parse_address(address), key)) as listener:
         host, port = listener.getsockname()[:2]
-        shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        shown = f"{in_url(host)}:{port}"
         ready = {"event": "ready", "role": "decode", "address": shown}
         print(json.dumps(ready), flush=True)
         control = Control(accept_socket(listener, key))

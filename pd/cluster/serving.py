@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
+from pd.core.addresses import in_url
 from pd.core.brief import shorten
 from pd.core.errors import SetupError
 
@@ -68,5 +69,4 @@ def public_url(url: str, address: str) -> str:
     parts = urlsplit(url)
     if parts.hostname not in ("0.0.0.0", "::"):
         return url
-    shown = f"[{address}]" if ":" in address else address
-    return f"{parts.scheme}://{shown}:{parts.port}"
+    return f"{parts.scheme}://{in_url(address)}:{parts.port}"

@@ -8,9 +8,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from pd.core.addresses import check_node_url
 from pd.core.errors import InvalidRequestError, UsageError
 from pd.core.kv_events_config import KVEventsConfig, parse_kv_events_config
-from pd.core.node_url import check_node_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
+from pd.core.addresses import in_url
 from pd.core.errors import UsageError
 from pd.core.local_requests import is_loopback
 
@@ -31,8 +32,7 @@ class EventsEndpoint(NamedTuple):
     @property
     def url(self) -> str:
         """The endpoint as ZMQ wants it."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"tcp://{host}:{self.port or '*'}"
+        return f"tcp://{in_url(self.host)}:{self.port or '*'}"
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

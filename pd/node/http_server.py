@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 from typing import TYPE_CHECKING
 
 import uvicorn
 from starlette.responses import Response
 
+from pd.core.addresses import bind
 from pd.core.connections import ConnectionLimits, GuardedServer
 from pd.core.errors import SetupError
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Sequence
 
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -26,20 +27,17 @@ LIMITS = ConnectionLimits(
 )
 
 
-def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
+def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
     """A listening TCP socket. Raises SetupError, naming ``flag``, if the address cannot be had."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = bind(host, port, flag)
     try:
-        sock.bind((host, port))
-        sock.listen(1024)
+        listener.listen(1024)
     except OSError as error:
-        sock.close()
+        listener.close()
         raise SetupError(
             f"cannot listen on {host}:{port}: {error.strerror}; choose another {flag} or --host"
         ) from error
-    return sock
+    return listener
 
 
 class Deferred:

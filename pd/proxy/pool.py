@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import zmq
 
+from pd.core.addresses import check_node_url
 from pd.core.brief import brief
 from pd.core.errors import InvalidRequestError, NotFoundError
 from pd.core.messages import (
@@ -21,7 +22,6 @@ from pd.core.messages import (
     NodeHeartbeat,
     PrefixEvents,
 )
-from pd.core.node_url import check_node_url
 from pd.proxy.heartbeats import HeartbeatThread, LoopWatch
 from pd.proxy.node_handle import NodeHandle, ServerInfo
 from pd.proxy.node_http import NodeHttp, NodeHttpError, NotListeningError

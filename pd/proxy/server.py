@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import uvicorn
 
+from pd.core.addresses import bind, in_url
 from pd.core.connections import ConnectionLimits, GuardedServer, raise_file_limit
 from pd.core.errors import NotFoundError, PDError, SetupError, UnavailableError
 from pd.core.local_requests import is_loopback
@@ -97,7 +98,7 @@ class Proxy:
         if shared is None:
             if config.trace_requests is not None:
                 create_trace(Path(config.trace_requests))
-            source = listener = bind(config.host, config.port)
+            source = listener = bind_listener(config.host, config.port)
             address = listener.getsockname()[:2]
         else:
             source, address = shared.connections, shared.address
@@ -353,30 +354,16 @@ async def _first(*waits: Coroutine[Any, Any, object]) -> list[bool]:
 def url_of(host: str, port: int, *, is_encrypted: bool = False) -> str:
     """The URL of a server at this IP address."""
     scheme = "https" if is_encrypted else "http"
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+    return f"{scheme}://{in_url(host)}:{port}"
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket. Raises SetupError in one line."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise SetupError(f"cannot use the address {host}:{port}: {error}") from None
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def bind_listener(host: str, port: int) -> socket.socket:
+    """The bound socket of a proxy. Raises SetupError in one line."""
+    listener = bind(host, port)
     # Connections inherit both.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_TIMEOUT_MS)
-    try:
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise SetupError(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another --port or --host"
-        ) from None
     return listener
 
 

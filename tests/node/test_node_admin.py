@@ -27,7 +27,7 @@ from pd.core.signed_requests import (
 )
 from pd.launch import NodeServer
 from pd.node.admin import MAX_BODY_BYTES
-from pd.node.http_server import bind
+from pd.node.http_server import listen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -298,10 +298,10 @@ def test_a_node_others_can_reach_needs_a_cluster_key() -> None:
 
 
 def test_a_port_in_use_is_named() -> None:
-    with bind("127.0.0.1", 0) as taken:
+    with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(SetupError, match=f"127.0.0.1:{port}.*choose another --port"):
-            bind("127.0.0.1", port)
+            listen("127.0.0.1", port)
 
 
 def metrics_of(url: str) -> dict[str, float]:

@@ -16,7 +16,7 @@ import pytest
 from pd.proxy.ledger import Ledger
 from pd.proxy.processes.acceptor import PortAcceptor
 from pd.proxy.processes.connections import HandedConnections, HandingSocket, kept_limit
-from pd.proxy.server import bind
+from pd.proxy.server import bind_listener
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,7 +69,7 @@ def test_connections_that_no_child_takes_wait_and_none_is_closed(
     ledger = Ledger(memory)
 
     async def run() -> None:
-        listener = bind("127.0.0.1", 0)
+        listener = bind_listener("127.0.0.1", 0)
         acceptor = PortAcceptor(listener, lambda: [c.process for c in children], ledger)
         acceptor.update()
         clients = [socket.create_connection(listener.getsockname()) for _ in range(_CLIENTS)]
@@ -94,7 +94,7 @@ def test_a_connection_that_waits_is_closed_with_the_port(
     children: list[Child], memory: memoryview
 ) -> None:
     async def run() -> None:
-        listener = bind("127.0.0.1", 0)
+        listener = bind_listener("127.0.0.1", 0)
         ledger = Ledger(memory)
         acceptor = PortAcceptor(listener, lambda: [c.process for c in children], ledger)
         acceptor.update()
@@ -124,7 +124,7 @@ def test_connections_go_on_to_other_children_when_one_dies_before_it_took_them(
 
     async def run() -> None:
         open_files = len(os.listdir("/proc/self/fd"))
-        listener = bind("127.0.0.1", 0)
+        listener = bind_listener("127.0.0.1", 0)
         acceptor = PortAcceptor(listener, lambda: [c.process for c in children], ledger)
         acceptor.update()
         clients: dict[Any, socket.socket] = {}
@@ -168,7 +168,7 @@ def test_connections_wait_for_a_child_that_comes_when_all_have_died(
     ledger = Ledger(memory)
 
     async def run() -> None:
-        listener = bind("127.0.0.1", 0)
+        listener = bind_listener("127.0.0.1", 0)
         serving: list[Child] = children[:]
         acceptor = PortAcceptor(listener, lambda: [c.process for c in serving], ledger)
         acceptor.update()

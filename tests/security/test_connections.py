@@ -24,7 +24,7 @@ from starlette.responses import Response
 
 from pd.core.connections import ConnectionLimits, Listener, raise_file_limit
 from pd.core.guarded_protocol import MAX_HEADERS, MAX_PIPELINED
-from pd.node.http_server import Deferred, HttpServers, bind
+from pd.node.http_server import Deferred, HttpServers, listen
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "proxy"))
 
@@ -152,7 +152,7 @@ def test_1000_half_open_requests_leave_health_and_streams_alone(
 
 def test_1000_half_open_requests_leave_a_nodes_administration_alone() -> None:
     raise_file_limit()
-    app, sock = Deferred(), bind("127.0.0.1", 0)
+    app, sock = Deferred(), listen("127.0.0.1", 0)
     app.app = Response("fine")
     servers = HttpServers([(app, sock)])
     servers.start()
@@ -308,12 +308,12 @@ def test_bursts_of_requests_on_one_connection_are_bounded(
 STARVED = """
 import asyncio, resource, sys, uvicorn
 from pd.core.connections import ConnectionLimits, GuardedServer
-from pd.node.http_server import Deferred, bind
+from pd.node.http_server import Deferred, listen
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
 server = GuardedServer(uvicorn.Config(Deferred(), lifespan="off"), ConnectionLimits())
 server._limits = ConnectionLimits(connections=10_000)
-sock = bind("127.0.0.1", 0)
+sock = listen("127.0.0.1", 0)
 print(sock.getsockname()[1], flush=True)
 asyncio.run(server.serve(sockets=[sock]))
 """

@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from pd.core.connections import ConnectionLimits, GuardedServer
 from pd.core.local_requests import has_local_host
-from pd.node.http_server import bind
+from pd.node.http_server import listen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -60,7 +60,7 @@ class Server:
         app = Starlette(routes=[*routes, Route("/echo", echo, methods=["POST"])])
         config = uvicorn.Config(app, lifespan="off", log_config=None, ws=NoProtocol)
         self._server = GuardedServer(config, replace(ConnectionLimits(), **limits))
-        self._socket = bind("127.0.0.1", 0)
+        self._socket = listen("127.0.0.1", 0)
         # Accepted connections inherit the small buffer.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         self.port: int = self._socket.getsockname()[1]

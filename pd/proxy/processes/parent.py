@@ -40,7 +40,7 @@ from pd.proxy.processes.messages import (
 )
 from pd.proxy.processes.process import ChildProcess
 from pd.proxy.request_trace import create_trace
-from pd.proxy.server import bind, url_of
+from pd.proxy.server import bind_listener, url_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -99,7 +99,7 @@ class ProxyProcesses:
         self._ledger = Ledger(memoryview(table))
         if config.trace_requests is not None:
             create_trace(Path(config.trace_requests))
-        listener = bind(config.host, config.port)
+        listener = bind_listener(config.host, config.port)
         self._address: tuple[str, int] = listener.getsockname()[:2]
         self.url = url_of(*self._address, is_encrypted=config.tls_cert is not None)
         self._acceptor = PortAcceptor(listener, self._serving, self._ledger)
