@@ -26,8 +26,14 @@ class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     text: str
 
     def validate(self) -> None:
-        """Raise InvalidRequestError if it is too long."""
-        size = len(self.text.encode("utf-8", errors="surrogatepass"))
+        """Raise InvalidRequestError if it is too long or cannot be written in UTF-8."""
+        try:
+            size = len(self.text.encode())
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(
+                f"{self.kind} has a lone surrogate, \\u{ord(self.text[error.start]):04x}",
+                param=self.kind,
+            ) from None
         if size > MAX_GRAMMAR_BYTES:
             raise InvalidRequestError(
                 f"{self.kind} has {size} bytes; at most {MAX_GRAMMAR_BYTES} are accepted",

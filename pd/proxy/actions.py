@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Protocol, cast
 
 import msgspec
 
 from pd.core.errors import PDError
 from pd.core.messages import ErrorInfo
+from pd.proxy.dispatcher import INTERNAL
 
 if TYPE_CHECKING:
     from pd.core.node_info import Role
     from pd.proxy.dispatcher import Dispatcher
     from pd.proxy.metrics import Metrics
     from pd.proxy.pool import NodePool
+
+logger = logging.getLogger(__name__)
 
 
 class AddWorker(msgspec.Struct, tag=True):
@@ -127,6 +131,9 @@ class Performer:
             return Outcome(self.perform(action))
         except PDError as error:
             return Outcome(error=ErrorInfo(error.kind, error.message, error.param))
+        except Exception:  # would end this process with all of its streams
+            logger.exception("cannot perform %s", type(action).__name__)
+            return Outcome(error=ErrorInfo(PDError.kind, INTERNAL))
 
     async def alone(self, action: Action) -> list[object]:
         """:class:`Everywhere` of a proxy that has one process."""

@@ -168,8 +168,9 @@ class NodeChannel:
 
     def send(self, message: Message) -> bool:
         """Whether the message was taken; not if the node is not connected or does not read."""
-        counting = counts(message)
-        frames = [self._sent.number(counts=counting), encode(message)]
+        data, counting = encode(message), counts(message)
+        # NOTE: a number that is taken must be sent, or the node takes the message for lost.
+        frames = [self._sent.number(counts=counting), data]
         try:
             self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
         except zmq.ZMQError:

@@ -206,15 +206,21 @@ class Dispatcher:
             died: its process seems to have ended or to hang, and it was not asked to.
         """
         message = f"{node.role} node {node.instance_id} at {node.url} was lost: {reason}"
+        self._settle_what_needs_no(node)
+        self._failovers.node_lost(node, NodeFailedError(message), died=died)
+
+    def _settle_what_needs_no(self, node: NodeHandle) -> None:
+        """End what needs nothing more of a node."""
         for attempt in list(node.active):
             if node is attempt.first and not attempt.needs_first:
                 node.active.pop(attempt, None)
             elif attempt.generation.finished:
                 self._settle(attempt.generation)
-        self._failovers.node_lost(node, NodeFailedError(message), died=died)
 
     def heard_from(self, node: NodeHandle) -> None:
         """A node has told its state."""
+        if node.stuck:
+            self._settle_what_needs_no(node)
         self._failovers.heard_from(node)
         self._moves.look(node)
         if node.breaker.awaits_probe and node.could_serve:
@@ -464,12 +470,15 @@ class Dispatcher:
         """Remove a generation from the records; no other method does."""
         generation.done = True
         generation.stop_lingering()
-        generation.job.num_done += 1
+        generation.job.ended_one()
         generation.finished_at = time.monotonic()
         self.admission.ended(generation.spec)
         for attempt in list(generation.attempts):
             self._attempts.close(attempt)
-        self._metrics.generation_ended(generation)
+        try:
+            self._metrics.generation_ended(generation)
+        except Exception:  # what a node reports wrongly must not keep others from their outputs
+            logger.exception("cannot count %s", generation.spec.rid)
         if self._trace is not None and generation.holder and not generation.job.is_probe:
             self._trace.ended(generation)
 

@@ -281,6 +281,8 @@ class Failovers:
         """A node became ready, or is no more."""
         self._give_turns()
         for attempt, (error, since) in list(self._waiting.items()):
+            if attempt not in self._waiting:
+                continue  # to give one up may set a node free, of which this method was told
             # One whose turn to be tried has not come waits for no node: there are some.
             if not self._is_wanted(attempt) or attempt in self._turns:
                 del self._waiting[attempt]
@@ -301,9 +303,11 @@ class Failovers:
 
     def _look_again(self) -> None:
         self._look = None
-        self.nodes_changed()
-        if self._waiting or self._turns:
-            self._look_later()
+        try:
+            self.nodes_changed()
+        finally:
+            if self._waiting or self._turns:
+                self._look_later()
 
     # ---- nodes
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -411,7 +412,13 @@ class Generation:
             self.linger = None
 
     def note_facts(self, attempt: Attempt, output: Output, *, from_first: bool) -> None:
-        """Keep what the first attempt that has output says beside tokens."""
+        """Keep what the first attempt that has output says beside tokens. Raises NodeFailedError if
+        that cannot be."""
+        most = len(self.spec.token_ids) + self.spec.params.max_tokens
+        if output.cached_tokens is not None and not 0 <= output.cached_tokens <= most:
+            raise NodeFailedError(f"the node says that {output.cached_tokens} tokens were cached")
+        if output.stages is not None and not _make_sense(output.stages):
+            raise NodeFailedError(f"the node's times are impossible: {output.stages}")
         if self._reporting is None:
             self._reporting = attempt
         if attempt is not self._reporting:
@@ -448,6 +455,10 @@ class Generation:
             name: next((value for value in values if value is not None), 0.0)
             for name, values in sources.items()
         }
+
+
+def _make_sense(stages: Stages) -> bool:
+    return all(seconds is None or 0.0 <= seconds < math.inf for seconds in astuple(stages))
 
 
 def _merged(known: Stages, news: Stages) -> Stages:

@@ -52,7 +52,7 @@ class GrammarFields(NamedTuple):
     def _field(self, part: Any, steps: list[str]) -> str:
         for step in steps:
             if isinstance(part, list):
-                part = part[int(step)] if step.isdigit() and int(step) < len(part) else None
+                part = part[int(step)] if step.isdecimal() and int(step) < len(part) else None
                 continue
             if not isinstance(part, dict):
                 break

@@ -128,6 +128,11 @@ class Job:
         """About how many bytes of JSON the news are."""
         return self._unread_bytes
 
+    def ended_one(self) -> None:
+        """A generation ended. What waits for news looks again, even without :meth:`deliver`."""
+        self.num_done += 1
+        self._changed.set()
+
     def notify(self, choice: Choice, new_tokens: int) -> None:
         """A choice gained tokens or ended. :meth:`deliver` follows."""
         if not choice.end_taken and choice not in self._news:
@@ -164,9 +169,9 @@ class Job:
                     self.notify(choice, 0)
         elif self.error is None:
             grammar = generation.spec.params.grammar
+            self.error = error  # first of all: nothing below may leave the client without one
             if self.grammar_fields and grammar and isinstance(error, InvalidRequestError):
-                error = self.grammar_fields.renamed(error, grammar)
-            self.error = error
+                self.error = self.grammar_fields.renamed(error, grammar)
         self._changed.set()
 
     async def news(self) -> list[Choice]:

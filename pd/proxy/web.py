@@ -159,7 +159,12 @@ class JobResponse(Response):
             (b"x-accel-buffering", b"no"),
         ]
         headers += [(b"x-request-id", name.encode()) for name in self._named.values()]
+        # `send` waits only if the client has not read what it was sent before.
+        job.writing = True
         await send({"type": "http.response.start", "status": 200, "headers": headers})
+        job.writing = False
+        # What came while the client did not read; later it would not be written before the end.
+        news = list(dict.fromkeys([*news, *job.take_news()]))
         writer: NewsWriter | None = None
         body: BodyWriter | None = scope.get("state", {}).get("body_writer")
         if body is not None and body.is_open and not self._renderer.cumulative:

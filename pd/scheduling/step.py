@@ -274,25 +274,11 @@ def launch(
     draft_seconds = time.monotonic() - began
     known = _DeviceTokens(previous, works)
     items = [known.item(work) for work in works]
-    rows: list[int] = []
-    draws: list[Draw] = []
-    offset = stop = 0
-    roots: list[int] = []
-    for work, item in zip(works, items, strict=True):
-        draft, follows = work.draft, None if work.follows is None else work.follows.row
-        offset += item.num_logits
-        stop += len(item.token_ids)
-        work.row = len(rows)
-        if draft is None:
-            roots.append(stop - 1)
-            rows += [offset - 1] * len(work.samples)
-            draws += [Draw(state, follows) for state in work.samples]
-            continue
-        roots.append(stop - draft.tree.size - 1)
-        rows += range(offset - item.num_logits, offset)
-        draws.append(Draw(work.samples[0], follows, draft.tree, known.place(draft)))
-        if simulate is not None:
-            work.forced = simulate(draft.tree.size)
+    if simulate is not None:
+        for work in works:
+            if work.draft is not None:
+                work.forced = simulate(work.draft.tree.size)
+    rows, roots, draws = _draws(works, items, known)
     ruled = any(draw.state.rules is not None for draw in draws)
     # Rules need the drafted tokens before the pass is over.
     drafted = known.copies() if ruled else None
@@ -323,6 +309,31 @@ def launch(
     copies = known.missing, drafted
     timer.stop()
     return LaunchedStep(works, samples, copies, prompt_logprobs, began, draft_seconds, timer)
+
+
+def _draws(
+    works: list[Work], items: list[ForwardItem], known: _DeviceTokens
+) -> tuple[list[int], list[int], list[Draw]]:
+    """The row of logits of each token that is sampled, the place of each work's last known token
+    among the tokens of the step, and what is drawn. Sets the first row of each work."""
+    rows: list[int] = []
+    roots: list[int] = []
+    draws: list[Draw] = []
+    offset = stop = 0
+    for work, item in zip(works, items, strict=True):
+        draft, follows = work.draft, None if work.follows is None else work.follows.row
+        offset += item.num_logits
+        stop += len(item.token_ids)
+        work.row = len(rows)
+        if draft is None:
+            roots.append(stop - 1)
+            rows += [offset - 1] * len(work.samples)
+            draws += [Draw(state, follows) for state in work.samples]
+        else:
+            roots.append(stop - draft.tree.size - 1)
+            rows += range(offset - item.num_logits, offset)
+            draws.append(Draw(work.samples[0], follows, draft.tree, known.place(draft)))
+    return rows, roots, draws
 
 
 # A drafter may raise anything, for want of memory say. The model goes on without it, and the output

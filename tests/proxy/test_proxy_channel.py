@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from pd.core.messages import Abort, AnyMessage, NodeHeartbeat, encode
-from pd.core.numbering import Sent
+from pd.core.numbering import Received, Sent
 from pd.proxy.channel import PASS_MESSAGES, NodeChannel, Sockets
 
 if TYPE_CHECKING:
@@ -191,6 +191,26 @@ def test_a_channel_that_is_closed_by_a_message_takes_no_other(run: Run) -> None:
         assert ends.numbers == [0, 1, 2, 3]
         assert not ends.send()
         ends.channel.close()
+        ends.close()
+
+    run(main())
+
+
+def test_a_message_that_cannot_be_written_is_none_that_was_lost(run: Run) -> None:
+    async def main() -> None:
+        ends = Ends()
+        await ends.connect()
+        received = Received(whole=False)
+        for reason in ("before", "\ud800", "behind"):
+            message = Abort(to=NODE, sender=PROXY, room=b"r" * 16, reason=reason)
+            if reason == "\ud800":
+                with pytest.raises(UnicodeEncodeError):
+                    ends.channel.send(message)
+                continue
+            assert ends.channel.send(message)
+            while not ends.node.router.poll(0):
+                await asyncio.sleep(0.01)
+            assert not received.missing(ends.node.router.recv_multipart()[1])
         ends.close()
 
     run(main())

@@ -64,7 +64,7 @@ def test_messages_that_were_there_at_once_are_one_event(cluster: Cluster) -> Non
     request = node.wait_generate()
     inner = proxy.proxy
     assert inner is not None
-    (node,) = inner._pool.nodes
+    (handle,) = inner._pool.nodes
 
     def message(*tokens: tuple[int, int], finish: Finish | None = None) -> StepOutputs:
         outputs = [output(request, token, position, finish) for token, position in tokens]
@@ -72,7 +72,7 @@ def test_messages_that_were_there_at_once_are_one_event(cluster: Cluster) -> Non
 
     async def receive(*messages: StepOutputs) -> None:
         for each in messages:
-            inner._dispatcher.receive(node, each)
+            inner._dispatcher.receive(handle, each)
         inner._dispatcher.deliver()
 
     proxy.run(receive(message((7, 0))))
