@@ -247,9 +247,14 @@ class ControlThread(threading.Thread):
             return None
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
+        # First of all: a connection must be known before what came by it.
+        self._half_open.look()
         for _ in range(_MESSAGES_PER_TURN):
             try:
-                frames = socket.recv_multipart(zmq.NOBLOCK)
+                if socket is self._router and self._half_open.waits:
+                    frames = self._receive_from(socket)
+                else:
+                    frames = socket.recv_multipart(zmq.NOBLOCK)
             except zmq.ZMQError:
                 # Nothing more, or the last message made us disconnect this peer.
                 return
@@ -264,6 +269,14 @@ class ControlThread(threading.Thread):
             if len(frames) > 1 + (socket is self._router):
                 self._check(link, frames[-2])
             self._guarded(self._handler.on_message, link, message)
+
+    def _receive_from(self, socket: zmq.Socket[bytes]) -> list[bytes]:
+        """A message, with a note of the connection that it came by."""
+        received = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        descriptor = received[-1].get(zmq.SRCFD)
+        if isinstance(descriptor, int):
+            self._half_open.heard(descriptor)
+        return [frame.bytes for frame in received]
 
     def _link(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> ControlLink | None:
         """The link by which a message came; None if it may not come through this socket."""

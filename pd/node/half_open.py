@@ -4,6 +4,10 @@ ZMQ accepts without a limit, and gives a peer half a minute for its handshake. S
 the port could take every descriptor of the process, and memory with large messages, which ZMQ reads
 whole before it refuses them. Here a handshake has a few seconds, and the oldest of too many
 connections are ended, as the HTTP servers do.
+
+ZMQ does not say which connection has ended its handshake (its event has no descriptor). So one counts
+as proven when a message came from it, or when it is older than a handshake may be: ZMQ would have
+ended it.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import time
 from typing import TYPE_CHECKING
 
 import zmq
@@ -30,7 +35,9 @@ MOST = 256
 # Milliseconds from the connection to the end of its handshake. A peer that is starved of CPU needs
 # longer; its ZMQ connects again by itself, and keeps what it has to say.
 HANDSHAKE_MS = 5000
-_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+# Milliseconds by which ZMQ may end one later.
+_SLACK_MS = 1000
+_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 
 
 def limit_handshakes(listener: zmq.Socket[bytes]) -> None:
@@ -55,9 +62,18 @@ class HalfOpenLimit:
         self.monitor: zmq.Socket[bytes] = listener.get_monitor_socket(_EVENTS)
         endpoint = listener.getsockopt_string(zmq.LAST_ENDPOINT)
         self._port = int(endpoint.rpartition(":")[2])
-        # By their descriptors, the oldest first.
-        self._waiting: dict[int, None] = {}
+        # When they were accepted, by their descriptors; the oldest first.
+        self._waiting: dict[int, float] = {}
         self._ended = Seldom(logger)
+
+    @property
+    def waits(self) -> bool:
+        """Whether some connection is not known to be proven, so that :meth:`heard` matters."""
+        return bool(self._waiting)
+
+    def heard(self, descriptor: int) -> None:
+        """A message came from this connection, which has therefore proved itself."""
+        self._waiting.pop(descriptor, None)
 
     def look(self) -> None:
         """Take note of what happened."""
@@ -68,12 +84,22 @@ class HalfOpenLimit:
                 return
             self._note(event)
 
+    def _forget_the_proven(self) -> None:
+        """Connections that ZMQ has not ended until now have proved themselves."""
+        began = time.monotonic() - (HANDSHAKE_MS + _SLACK_MS) / 1000
+        while self._waiting:
+            oldest = next(iter(self._waiting))
+            if self._waiting[oldest] > began:
+                return
+            del self._waiting[oldest]
+
     def _note(self, event: _MonitorMessage) -> None:
         descriptor = event["value"]
         self._waiting.pop(descriptor, None)
         if event["event"] != zmq.EVENT_ACCEPTED:
             return
-        self._waiting[descriptor] = None
+        self._waiting[descriptor] = time.monotonic()
+        self._forget_the_proven()
         if len(self._waiting) > MOST:
             oldest = next(iter(self._waiting))
             del self._waiting[oldest]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -69,6 +70,68 @@ def test_of_too_many_the_oldest_are_ended_and_holders_of_the_key_are_not(
                     late.receive(NodeHeartbeat)
     finally:
         server.stop()
+
+
+def disconnections(peer: RawPeer) -> zmq.Socket[bytes]:
+    """Becomes readable when the peer's connection ends; from now on."""
+    monitor: zmq.Socket[bytes] = peer._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    return monitor
+
+
+@pytest.mark.parametrize("key", [None, KEY])
+def test_connections_that_have_proved_themselves_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch, key: bytes | None
+) -> None:
+    """However many there are, and whoever connects after them."""
+    monkeypatch.setattr(half_open, "MOST", 3)
+    server = tiny_node("unified", cluster_key=key)
+    try:
+        with contextlib.ExitStack() as stack:
+            peers, ends = [], []
+            for _ in range(6):
+                peers.append(stack.enter_context(proxy_of(server)))
+                ends.append(disconnections(peers[-1]))
+                peers[-1].beat()
+                peers[-1].receive(NodeHeartbeat)
+            with strangers(server.node.control.port, 12) as connections:
+                wait_until(lambda: all(was_ended(each) for each in connections[:9]), 20)
+                for peer in peers:
+                    peer.beat()
+                    peer.receive(NodeHeartbeat)
+            assert not any(end.poll(0) for end in ends)
+    finally:
+        server.stop()
+
+
+def test_a_connection_that_is_older_than_a_handshake_may_be_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As that of a subscriber, which never says anything."""
+    monkeypatch.setattr(half_open, "MOST", 3)
+    monkeypatch.setattr(half_open, "HANDSHAKE_MS", 200)
+    monkeypatch.setattr(half_open, "_SLACK_MS", 0)
+    context = zmq.Context()
+    try:
+        listener = context.socket(zmq.PUB)
+        port = listener.bind_to_random_port("tcp://127.0.0.1")
+        limit = HalfOpenLimit(listener)
+        subscriber = context.socket(zmq.SUB)
+        end = subscriber.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        subscriber.connect(f"tcp://127.0.0.1:{port}")
+        assert limit.monitor.poll(5000)
+        limit.look()
+        assert limit.waits
+        time.sleep(0.3)
+        with strangers(port, 8) as connections:
+
+            def enough_were_ended() -> bool:
+                limit.look()
+                return all(was_ended(each) for each in connections[:5])
+
+            wait_until(enough_were_ended, 20)
+        assert not end.poll(0)
+    finally:
+        context.destroy(linger=0)
 
 
 @pytest.mark.parametrize("key", [None, KEY])
