@@ -392,6 +392,10 @@ class ReceivingEnd(PromptReceiver):
         # NOTE: the peer knows no epoch until it has the reservation.
         if not incoming.is_from_peer(message.sender, message.epoch or incoming.epoch):
             return
+        if incoming.committed:
+            # The peer ended before it had the acknowledgement; nothing more is needed of it.
+            self._acknowledge(message.sender, message.room, incoming.epoch)
+            return
         if message.error.kind == FINISHED:
             self._rooms.finish(incoming.request)
             return

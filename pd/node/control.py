@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -68,10 +68,10 @@ class ControlHandler(Protocol):
         millisecond later, since a transfer is about to complete."""
 
 
-def _forget_some(streams: dict[ControlLink, _Stream]) -> None:
-    """Make room for one more stream; the oldest are those of processes that left long ago."""
+def _forget_some(streams: OrderedDict[ControlLink, _Stream]) -> None:
+    """Make room for one more stream; those used least lately are of processes that left."""
     while len(streams) >= _MAX_STREAMS:
-        del streams[next(iter(streams))]
+        streams.popitem(last=False)
 
 
 class ControlThread(threading.Thread):
@@ -111,8 +111,9 @@ class ControlThread(threading.Thread):
             self._context.destroy(linger=0)
             raise SetupError(f"cannot listen on {host}: {error}") from error
         self._dealers: dict[bytes, zmq.Socket[bytes]] = {}
-        self._sent: dict[ControlLink, Sent] = {}
-        self._received: dict[ControlLink, Received] = {}
+        # Those used last are the last.
+        self._sent = OrderedDict[ControlLink, Sent]()
+        self._received = OrderedDict[ControlLink, Received]()
         self._outbox: deque[tuple[ControlLink, bytes, bool]] = deque()
         self._calls: deque[Callable[[], None]] = deque()
         self._waker = Waker()
@@ -294,6 +295,8 @@ class ControlThread(threading.Thread):
         if received is None:
             _forget_some(self._received)
             received = self._received[link] = Received(whole=True)
+        else:
+            self._received.move_to_end(link)
         began = received.began
         try:
             gap = received.missing(number)
@@ -324,6 +327,8 @@ class ControlThread(threading.Thread):
             if sent is None:
                 _forget_some(self._sent)
                 sent = self._sent[link] = Sent()
+            else:
+                self._sent.move_to_end(link)
             frames = [sent.number(counts=counting), frame]
             try:
                 if not frame:

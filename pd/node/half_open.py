@@ -5,9 +5,9 @@ the port could take every descriptor of the process, and memory with large messa
 whole before it refuses them. Here a handshake has a few seconds, and the oldest of too many
 connections are ended, as the HTTP servers do.
 
-ZMQ does not say which connection has ended its handshake (its event has no descriptor). So one counts
-as proven when a message came from it, or when it is older than a handshake may be: ZMQ would have
-ended it.
+ZMQ does not say which connection has ended its handshake (its event has no descriptor). So one
+counts as proven when a message came from it, or when it is older than a handshake may be: ZMQ would
+have ended it.
 """
 
 from __future__ import annotations

@@ -411,7 +411,8 @@ class PrefillScheduler:
         sequence = request.sequence
         length, left = len(request.prompt), self._left(request)
         wanted = min(left, self._limit(request))
-        taken = step.take(request, wanted, to_end=wanted == left)
+        # Behind the launched chunk that ends a prompt nothing is left of it.
+        taken = step.take(request, wanted, to_end=0 < wanted == left)
         if not taken:
             return
         start = length - left

@@ -244,6 +244,24 @@ def test_p_gives_up_and_the_proxy_hears_the_real_reason(
         assert not any(isinstance(seen, Failed) for seen in proxy.seen)
 
 
+@pytest.mark.parametrize("kind", ["node_failed", "aborted"])
+def test_what_was_committed_goes_on_though_p_ends_before_it_knows(
+    decode: NodeServer, prefill: PrefillPeer, proxy: RawPeer, kind: str
+) -> None:
+    room = ask(proxy, decode, prefill, params={"max_tokens": 100})
+    reservation = prefill.receive(Reservation)
+    sender = prefill.push(reservation, len(PROMPT))
+    prefill.commit(reservation, sender.bytes_sent)
+    prefill.receive(CommitAck)
+    prefill.give_up(room, reservation.epoch, kind)
+    assert prefill.receive(CommitAck).epoch == reservation.epoch
+    tokens = 0
+    while tokens < 100:
+        for output in proxy.receive(StepOutputs).outputs:
+            tokens = output.position + len(output.token_ids)
+    assert not any(isinstance(seen, Failed) for seen in proxy.seen)
+
+
 def test_when_token_1_ended_the_request_nothing_more_is_said(
     decode: NodeServer, prefill: PrefillPeer, proxy: RawPeer
 ) -> None:

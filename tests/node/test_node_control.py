@@ -27,6 +27,8 @@ from pd.core.messages import (
     StepOutputs,
     encode,
 )
+from pd.core.numbering import Sent
+from pd.node import control
 from pd.node.control import ControlLink, ControlThread
 from pd.scheduling.handlers import Handlers
 
@@ -230,6 +232,33 @@ def test_a_pair_with_a_cluster_key_works() -> None:
     finally:
         prefill.stop()
         decode.stop()
+
+
+def test_a_peer_that_speaks_is_not_forgotten_for_those_that_came_after(
+    unified: NodeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its next message would be taken for one behind a gap, and all of its requests be given up."""
+    monkeypatch.setattr(control, "_MAX_STREAMS", 4)
+    gaps: list[ControlLink] = []
+    monkeypatch.setattr(unified.node.control._handler, "on_gap", gaps.append)
+    numbers = Sent()
+    with proxy_of(unified) as known:
+        abort = Abort(to=unified.instance_id, sender=known.name, room=b"r" * 16)
+        known.send_bytes(numbers.number(counts=True), encode(abort))
+
+        def speak() -> None:
+            beat = ProxyHeartbeat(to="", sender=known.name)
+            known.send_bytes(numbers.number(counts=False), encode(beat))
+            known.receive(NodeHeartbeat)
+
+        speak()
+        for _ in range(8):
+            with proxy_of(unified) as other:
+                beat = ProxyHeartbeat(to="", sender=other.name)
+                other.send_bytes(Sent().number(counts=False), encode(beat))
+                other.receive(NodeHeartbeat)
+            speak()
+    assert gaps == []
 
 
 def test_a_handler_that_fails_does_not_end_the_thread(caplog: pytest.LogCaptureFixture) -> None:

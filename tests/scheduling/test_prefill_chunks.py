@@ -100,6 +100,16 @@ def test_a_prompt_that_ends_waits_for_few_tokens_of_others() -> None:
     assert ranges(bench.step()) == [(2, 790, 8982)]
 
 
+def test_a_prompt_that_ends_in_the_step_before_makes_none_behind_it_short() -> None:
+    """As with overlapping steps: the next is planned before that one is accounted for."""
+    bench = PrefillBench(pages=8192)
+    bench.add([1] * 600)
+    bench.add([2] * 12_000)
+    first = bench.scheduler.plan(8192, 16)
+    assert ranges(first) == [(1, 0, 600), (2, 0, 2048 - 600)]
+    assert ranges(bench.scheduler.plan(8192, 16)) == [(2, 1448, 1448 + 8192)]
+
+
 def test_a_short_prompt_waits_for_few_tokens_of_a_long_one() -> None:
     bench = PrefillBench(pages=8192)
     bench.add([1] * 20_000)
