@@ -11,7 +11,7 @@ from fake_node import FakeNode, wait_until
 from proxy_tokenizers import byte_level
 
 from pd.core.messages import Finish
-from pd.proxy.fields import MAX_CHOICES
+from pd.proxy.fields import MAX_OPTIONS
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -200,8 +200,8 @@ def test_requests_with_choices_share_the_nodes(cluster: Cluster) -> None:
 # ---- refusals
 
 REFUSALS: list[tuple[dict[str, Any], str, str]] = [
-    ({"choices": []}, f"choices must have 1 to {MAX_CHOICES} options, not 0", "choices"),
-    ({"choices": [[8]] * 1025}, f"1 to {MAX_CHOICES} options, not 1025", "choices"),
+    ({"choices": []}, f"choices must have 1 to {MAX_OPTIONS} options, not 0", "choices"),
+    ({"choices": [[8]] * 1025}, f"1 to {MAX_OPTIONS} options, not 1025", "choices"),
     ({"choices": "yes"}, "choices must be a list of texts or lists of token ids", "choices"),
     ({"choices": ["a", ""]}, "choices[1] is empty", "choices[1]"),
     ({"choices": [[8], []]}, "choices[1] is empty", "choices[1]"),
