@@ -1,4 +1,4 @@
-"""Fixtures shared by all rooms."""
+"""Fixtures shared by all tests."""
 
 from __future__ import annotations
 
