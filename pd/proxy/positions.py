@@ -73,10 +73,15 @@ class TokenMerger:
             self._early.append(output)
             self._early_end += len(output.token_ids)
             return []
+        known = len(self.token_ids)
         found = [self._append(output)]
         if self.token_ids:
             early, self._early = self._early, []
-            found += [self._append(held) for held in early]
+            try:
+                found += [self._append(held) for held in early]
+            except NodeFailedError:
+                del self.token_ids[known:]  # nothing is returned of them
+                raise
         return [tokens for tokens in found if tokens.token_ids or tokens.finish]
 
     def forget_early(self) -> None:

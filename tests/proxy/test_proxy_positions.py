@@ -72,6 +72,18 @@ def test_nodes_that_disagree_are_an_error() -> None:
         m.accept(out(0, 8), first_may_come=False)
 
 
+def test_no_token_is_kept_of_nodes_that_disagree_about_what_came_early() -> None:
+    """Those that go on begin behind the tokens that were returned."""
+    m = merger()
+    m.accept(out(1, 8), first_may_come=True)
+    m.accept(out(2, 9), first_may_come=True)
+    with pytest.raises(NodeFailedError, match="disagree"):
+        m.accept(out(0, 7, 8, 5), first_may_come=False)
+    assert m.token_ids == []
+    m.forget_early()
+    assert delivered(m, out(0, 7, 8, 5)) == [7, 8, 5]
+
+
 @pytest.mark.parametrize(
     "output", [out(-1, 5), out(0, -1), out(0, 1000), out(0, 1, 2, 3), out(3, 1)]
 )
