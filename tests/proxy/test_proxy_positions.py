@@ -101,6 +101,29 @@ def test_log_probabilities_are_as_many_as_tokens() -> None:
         m.accept(out(1, 8), first_may_come=False)
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [
+        TokenLogprobs(1 << 40, -1.0),
+        TokenLogprobs(-1, -1.0),
+        TokenLogprobs(7, -1.0, [7, 8], [-1.0]),
+        TokenLogprobs(7, -1.0, [], [-1.0]),
+        TokenLogprobs(7, -1.0, [1000], [-1.0]),
+        TokenLogprobs(7, -1.0, [7, -8], [-1.0, -2.0]),
+    ],
+    ids=str,
+)
+def test_log_probabilities_are_of_tokens_that_there_are(entry: TokenLogprobs) -> None:
+    m = TokenMerger(10, 1000, with_logprobs=True)
+    bad = out(0, 7)
+    bad.logprobs = [entry]
+    with pytest.raises(NodeFailedError, match=r"vocabulary|likeliest"):
+        m.accept(bad, first_may_come=False)
+    assert m.token_ids == []
+    # Those that nobody asked for are not looked at.
+    assert delivered(merger(), bad) == [7]
+
+
 def test_a_finish_without_a_token_ends_the_choice() -> None:
     m = merger()
     m.accept(out(0, 7), first_may_come=False)

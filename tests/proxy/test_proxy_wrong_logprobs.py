@@ -1,0 +1,43 @@
+"""Scripted nodes whose log probabilities make no sense, or are too few."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from failing_nodes import PROMPT, TOKENS, Asked, asked_of, ids_of, next_of
+from proxy_cluster import wait_for_all
+
+from pd.core.messages import TokenLogprobs
+
+if TYPE_CHECKING:
+    from proxy_cluster import Cluster
+
+
+@pytest.mark.parametrize("part", ["prompt", "answer"])
+@pytest.mark.parametrize(
+    "entry",
+    [
+        TokenLogprobs(1 << 40, -1.0),
+        TokenLogprobs(5, -1.0, [-1], [-1.0]),
+        TokenLogprobs(5, -1.0, [5]),
+    ],
+    ids=str,
+)
+def test_a_node_whose_log_probabilities_make_no_sense_is_left_for_another(
+    cluster: Cluster, entry: TokenLogprobs, part: str
+) -> None:
+    nodes = [cluster.node("unified", auto=False) for _ in range(2)]
+    client = cluster.client(failover="on", policy="round_robin")
+    wait_for_all(client)
+    fields = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 1}
+    asked = Asked(client, {}, **fields)
+    bad, request = asked_of(nodes)
+    of_prompt, of_answer = bad.logprobs(PROMPT, 1), bad.logprobs(TOKENS[:1], 1)
+    (of_prompt if part == "prompt" else of_answer)[0] = entry
+    bad.say(request, TOKENS[:1], cached_tokens=0, prompt_logprobs=of_prompt, logprobs=of_answer)
+    good, again = next_of(nodes, bad)
+    assert (ids_of(again), again.produced) == (PROMPT, 0)
+    good.reply(again)
+    assert asked.result()["output_ids"] == TOKENS
+    bad.wait_abort(request.room)
