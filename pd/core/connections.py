@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Paths of a proxy that load balancers and Prometheus ask for, which have no key.
+OPEN_PATHS = frozenset({"/health", "/readiness", "/ping", "/metrics"})
+
 _TICKS_PER_SWEEP = 5  # of a tenth of a second
 _ACCEPTS_PER_TURN = 64
 _PAUSE_SECONDS = 0.1
@@ -63,7 +66,7 @@ class ConnectionLimits:
 
     connections: int = 8192
     reserved: int = 64
-    open_paths: frozenset[str] = frozenset({"/health", "/readiness", "/ping", "/metrics"})
+    open_paths: frozenset[str] = OPEN_PATHS
     head_seconds: float = 10.0
     head_bytes: int = 64 << 10
     body_seconds: float = 20.0

@@ -12,6 +12,7 @@ import stat
 from typing import TYPE_CHECKING, NamedTuple, get_args
 from urllib.parse import urlsplit
 
+from pd.core.connections import OPEN_PATHS
 from pd.core.errors import AuthenticationError, ForbiddenError, PDError, UsageError
 from pd.core.local_requests import (
     ANY_ORIGIN,
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Paths that load balancers and Prometheus ask for, which have no key.
-OPEN_PATHS = ("/health", "/readiness", "/ping", "/metrics")
 _READING = ("GET", "HEAD", "OPTIONS")
 _HOST_REMEDY = (
     "; what passes requests on to a proxy on loopback must set a local Host, or the proxy needs an "

@@ -12,7 +12,7 @@ from jinja2 import meta
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from pd.core.brief import shorten
+from pd.core.brief import brief, shorten
 from pd.core.errors import InvalidRequestError, UsageError
 
 if TYPE_CHECKING:
@@ -165,14 +165,20 @@ def _cut(text: str, content: str, mark: str) -> str:
 
 
 def load_templates(directory: Path) -> dict[str, ChatTemplate]:
-    """Templates by name (``default`` is the usual one); empty if the directory has none."""
+    """Templates by name (``default`` is the usual one); empty if the directory has none.
+
+    Raises UsageError, naming the file, for one that cannot be read, and for a template that does
+    not compile.
+    """
     path = directory / "tokenizer_config.json"
     config: dict[str, Any] = {}
     if path.is_file():
         try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+            config = json.loads(_read(path))
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"cannot read {path}: {error}") from error
+        if not isinstance(config, dict):
+            raise UsageError(f"{path} must be an object, not {brief(config)}")
     sources: dict[str, str] = {}
     inline = config.get("chat_template")
     if isinstance(inline, str):
@@ -185,11 +191,21 @@ def load_templates(directory: Path) -> dict[str, ChatTemplate]:
     # A separate file is where transformers saves a template now, so it is the newer one.
     file = directory / "chat_template.jinja"
     if file.is_file():
-        sources["default"] = file.read_text(encoding="utf-8")
+        sources["default"] = _read(file)
     for extra in sorted(directory.glob("additional_chat_templates/*.jinja")):
-        sources[extra.stem] = extra.read_text(encoding="utf-8")
+        sources[extra.stem] = _read(extra)
     tokens = _special_tokens(config)
     return {name: ChatTemplate(source, tokens) for name, source in sources.items()}
+
+
+def _read(path: Path) -> str:
+    """The text of a file. Raises UsageError for one that is out of reach or no UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UsageError(f"{path} is not UTF-8: {error}") from error
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:

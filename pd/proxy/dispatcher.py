@@ -424,7 +424,7 @@ class Dispatcher:
             generation.held.clear()
         if generation.finished:
             self._settle(generation)
-        else:
+        elif not generation.lacks_prompt_logprobs:
             self._announce(generation)
 
     def _announce(self, generation: Generation) -> None:

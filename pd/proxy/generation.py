@@ -11,7 +11,7 @@ from msgspec.structs import astuple
 
 from pd.core.errors import NodeFailedError
 from pd.core.messages import Stages
-from pd.proxy.positions import TokenMerger
+from pd.proxy.positions import TokenMerger, check_logprobs
 from pd.proxy.stop_strings import StopMatcher, StopSearch
 from pd.proxy.tokenizer import new_detokenizer
 
@@ -430,8 +430,9 @@ class Generation:
             self._stages[node] = _merged(self._stages.get(node, Stages()), output.stages)
 
     def add_prompt_logprobs(self, more: list[TokenLogprobs]) -> None:
-        """Add log probabilities of the prompt's next tokens. Raises NodeFailedError for too
-        many."""
+        """Add log probabilities of the prompt's next tokens. Raises NodeFailedError for too many,
+        and for some that make no sense."""
+        check_logprobs(more, self.vocab_size)
         self.prompt_logprobs += more
         self.lacks_prompt_logprobs = len(self.prompt_logprobs) != self.spec.num_prompt_logprobs
         if len(self.prompt_logprobs) > len(self.spec.token_ids):

@@ -223,12 +223,12 @@ class NodePool:
         return None
 
     async def _watch(self, node: NodeHandle) -> None:
-        while True:
+        wake = self._wake[node]
+        while node in self._watchers:
             try:
                 await self._poll(node)
             except Exception:  # whatever a node answers, the others need watching on
                 logger.exception("polling %s failed", node.url)
-            wake = self._wake[node]
             wake.clear()
             await asyncio.sleep(MIN_POLL_PAUSE)
             try:
@@ -290,6 +290,8 @@ class NodePool:
         if node.channel is not None:
             reason = f"it was restarted (now instance {info.instance_id})"
             self._lose(node, reason, died=True)
+            if node not in self._watchers:
+                return  # it was draining, and the last that it had is lost
         other = self._duplicate_of(node, info)
         if other is not None:
             node.claimed = None

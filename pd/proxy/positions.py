@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from pd.core.errors import NodeFailedError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from pd.core.messages import Finish, Output, TokenLogprobs
+
+# Above the token ids of any model whose vocabulary is not known.
+_ANY_VOCABULARY = 1 << 31
 
 
 class DisagreementError(NodeFailedError):
@@ -21,6 +26,24 @@ class NewTokens(NamedTuple):
     token_ids: list[int]
     logprobs: list[TokenLogprobs]
     finish: Finish | None
+
+
+def check_logprobs(entries: Iterable[TokenLogprobs], vocab_size: int | None) -> None:
+    """Raise NodeFailedError for a token outside the vocabulary (None: of any size), or for a place
+    with another number of likeliest tokens than of their log probabilities."""
+    limit = vocab_size or _ANY_VOCABULARY
+    for entry in entries:
+        ids, logprobs = entry.top_ids, entry.top_logprobs
+        if len(ids) != len(logprobs):
+            raise NodeFailedError(
+                f"a node sent {len(logprobs)} log probabilities for {len(ids)} likeliest tokens"
+            )
+        if not 0 <= entry.token_id < limit or (ids and not 0 <= min(ids) <= max(ids) < limit):
+            raise _outside(limit)
+
+
+def _outside(limit: int) -> NodeFailedError:
+    return NodeFailedError(f"a node sent a token id outside the vocabulary of {limit}")
 
 
 class TokenMerger:
@@ -73,10 +96,15 @@ class TokenMerger:
             self._early.append(output)
             self._early_end += len(output.token_ids)
             return []
+        known = len(self.token_ids)
         found = [self._append(output)]
         if self.token_ids:
             early, self._early = self._early, []
-            found += [self._append(held) for held in early]
+            try:
+                found += [self._append(held) for held in early]
+            except NodeFailedError:
+                del self.token_ids[known:]  # nothing is returned of them
+                raise
         return [tokens for tokens in found if tokens.token_ids or tokens.finish]
 
     def forget_early(self) -> None:
@@ -108,13 +136,16 @@ class TokenMerger:
                 f"a node sent {count} tokens at position {output.position} of at most "
                 f"{self._max_tokens}"
             )
-        limit = self._vocab_size or 1 << 31
+        limit = self._vocab_size or _ANY_VOCABULARY
         if count and (min(output.token_ids) < 0 or max(output.token_ids) >= limit):
-            raise NodeFailedError(f"a node sent a token id outside the vocabulary of {limit}")
-        if self._with_logprobs and len(output.logprobs or []) != count:
-            raise NodeFailedError(
-                f"a node sent {len(output.logprobs or [])} log probabilities for {count} tokens"
-            )
+            raise _outside(limit)
+        if self._with_logprobs:
+            entries = output.logprobs or []
+            if len(entries) != count:
+                raise NodeFailedError(
+                    f"a node sent {len(entries)} log probabilities for {count} tokens"
+                )
+            check_logprobs(entries, self._vocab_size)
 
     def _gap(self, output: Output) -> NodeFailedError:
         return NodeFailedError(

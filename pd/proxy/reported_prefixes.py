@@ -9,6 +9,8 @@ from pd.core.messages import PREFIXES_UNKNOWN
 from pd.radix.prefix_hashes import as_numbers, prompt_hashes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     import numpy.typing as npt
 
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 
 # What was sent to a node counts as cached there for so long, until a report has it.
 _EXPECTED_SECONDS = 5.0
+# What was sent so lately is not noted again: many answers begin with the same long prompt.
+_FRESH_SECONDS = 0.5
 
 
 class ReportedPrefixes:
@@ -66,26 +70,31 @@ class ReportedPrefixes:
         memory of ``tokens``, from callers that ask several nodes."""
         pages = self._pages(tokens, namespace, data)
         self._forget_old()
-        # A page is removed before those that lead to it, so what is held has no gaps.
-        low, high = 0, len(pages)
-        while low < high:
-            middle = (low + high + 1) // 2
-            page = pages[middle - 1]
-            if page in self._held or page in self._expected:
-                low = middle
-            else:
-                high = middle - 1
-        return low * self._page_size
+        return self._leading(pages) * self._page_size
 
     def insert(self, tokens: IntArray, namespace: str, data: bytes | None = None) -> None:
         """A prompt was sent there, or an answer was generated there. ``data``: the memory of
         ``tokens``."""
         now = time.monotonic()
-        for page in self._pages(tokens, namespace, data)[: self._max_pages]:
+        pages = self._pages(tokens, namespace, data)[: self._max_pages]
+        for page in pages[self._leading(pages, since=now - _FRESH_SECONDS) :]:
             if page not in self._held:
                 self._expected.pop(page, None)  # so that the oldest stay first
                 self._expected[page] = now
         self._forget_old()
+
+    def _leading(self, pages: Sequence[int], since: float = 0.0) -> int:
+        """How many of a prompt's first pages are cached, or were sent there since a time. A page is
+        removed before those that lead to it, so there are no gaps."""
+        low, high = 0, len(pages)
+        while low < high:
+            middle = (low + high + 1) // 2
+            page = pages[middle - 1]
+            if page in self._held or self._expected.get(page, -1.0) >= since:
+                low = middle
+            else:
+                high = middle - 1
+        return low
 
     def _pages(self, tokens: IntArray, namespace: str, data: bytes | None) -> tuple[int, ...]:
         data = tokens.tobytes() if data is None else data

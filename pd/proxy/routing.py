@@ -154,8 +154,8 @@ class Router:
             return model
         if model == "default" and len(models) == 1:
             return models[0]
-        paths = {w.info.model_path: w.info.model for w in self._nodes if w.info}
-        return paths.get(model)
+        firsts = [w.info for w in self._nodes if w.info and w.computes_prompts]
+        return {info.model_path: info.model for info in firsts}.get(model)
 
     def limits(self, model: str | None) -> Limits:
         """Limits of a model's requests (None: of the first model), by nodes that are there or were.

@@ -283,8 +283,12 @@ class Proxy:
     async def _prepare(self, models: set[str]) -> None:
         """Load tokenizers before they are needed: one that is missing is known at the start."""
         for model in models:
-            with contextlib.suppress(NotFoundError, UnavailableError):
+            try:
                 await self._text_models.get(self._router.limits(model).model_path)
+            except (NotFoundError, UnavailableError):
+                continue
+            except Exception:  # its requests say so, too; those of other models are served
+                logger.exception("cannot load the tokenizer of %s", model)
         self._became_ready.set()
 
 

@@ -57,37 +57,47 @@ def response_format_grammar(value: dict[str, Any] | None) -> Grammar | None:
     if value is None or value["type"] == "text":
         return None
     if value["type"] == "structural_tag":
-        return _tag_grammar(_as_format(value), "response_format")
-    # Some clients write the schema right here.
-    described = value.get("json_schema", value)
-    if value["type"] == "json_object" and "schema" not in described:
-        return Grammar("json_schema", '{"type": "object"}')
+        return _tag_grammar(value, "response_format")
+    described = _described(value) or {}
+    schema = described.get("schema")
+    if schema is None:
+        if value["type"] == "json_object":
+            return Grammar("json_schema", '{"type": "object"}')
+        schema = {}
     strict = described.get("strict") is not False
     advice = "; with strict set to false it is read over"
-    schema = described.get("schema", {})
     return schema_grammar(schema, "response_format", strict=strict, advice=advice)
 
 
 def check_response_format(value: dict[str, Any]) -> dict[str, Any]:
-    """Raise for a ``response_format`` of another shape than OpenAI's, or than a structural tag's
-    as vLLM and SGLang take them."""
+    """Raise for a ``response_format`` of another shape than OpenAI's. The shape of a structural tag
+    is checked where its grammar is made."""
     kind = value.get("type")
     if kind not in ("text", "json_object", "json_schema", "structural_tag"):
         raise problem(
             "must have the type 'text', 'json_object', 'json_schema' or 'structural_tag', not "
             f"{show(kind)}"
         )
-    if kind == "structural_tag":
-        _check_tag(value)
-    if kind == "json_schema" or (kind == "json_object" and "schema" in value):
-        described = value if "schema" in value else value.get("json_schema")
-        if not isinstance(described, dict):
-            raise problem(f"must have an object 'json_schema', not {show(described)}")
-        if not isinstance(described.get("schema", {}), dict):
-            raise problem(f"must have an object 'schema', not {show(described['schema'])}")
-        if described.get("strict") not in (None, True, False):
-            raise problem(f"must have a boolean 'strict', not {show(described['strict'])}")
+    if kind in ("text", "structural_tag"):
+        return value
+    described = _described(value)
+    if described is None and kind == "json_object":
+        return value
+    if not isinstance(described, dict):
+        raise problem(f"must have an object 'json_schema', not {show(described)}")
+    if not isinstance(described.get("schema"), dict | None):
+        raise problem(f"must have an object 'schema', not {show(described['schema'])}")
+    if described.get("strict") not in (None, True, False):
+        raise problem(f"must have a boolean 'strict', not {show(described['strict'])}")
     return value
+
+
+def _described(value: dict[str, Any]) -> Any:
+    """The member of a ``response_format`` that holds the schema, and None without one: OpenAI's
+    ``json_schema``, or the format itself, where some clients write the schema. A member that is
+    null counts as absent."""
+    described = value.get("json_schema")
+    return value if described is None and value.get("schema") is not None else described
 
 
 def only_grammar(
@@ -158,28 +168,29 @@ def _quoted(text: str) -> str:
     return '"' + _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", plain) + '"'
 
 
-def _check_tag(value: dict[str, Any]) -> None:
-    if "structures" not in value and "triggers" not in value:
-        if not isinstance(value.get("format"), dict):
-            raise problem(f"must have an object 'format', not {show(value.get('format'))}")
-        return
-    structures, triggers = value.get("structures"), value.get("triggers")
+def _as_format(tag: dict[str, Any], param: str) -> dict[str, Any]:
+    """A structural tag as one with a format, from either shape in which vLLM and SGLang take it:
+    with a format, or with lists of structures and triggers. ``param``: the field, for messages.
+
+    Raises InvalidRequestError for another shape.
+    """
+
+    def must_have(wanted: str, value: object) -> InvalidRequestError:
+        return InvalidRequestError(f"{param} must have {wanted}, not {show(value)}", param=param)
+
+    structures, triggers = tag.get("structures"), tag.get("triggers")
+    if structures is None and triggers is None:
+        if not isinstance(tag.get("format"), dict):
+            raise must_have("an object 'format'", tag.get("format"))
+        return tag
     if not isinstance(structures, list) or not all(isinstance(each, dict) for each in structures):
-        raise problem(f"must have a list of objects 'structures', not {show(structures)}")
+        raise must_have("a list of objects 'structures'", structures)
     if not isinstance(triggers, list) or not all(isinstance(each, str) for each in triggers):
-        raise problem(f"must have a list of strings 'triggers', not {show(triggers)}")
+        raise must_have("a list of strings 'triggers'", triggers)
     for number, each in enumerate(structures):
         for name in ("begin", "end"):
             if not isinstance(each.get(name), str):
-                raise problem(
-                    f"must have a string 'structures[{number}].{name}', not {show(each.get(name))}"
-                )
-
-
-def _as_format(value: dict[str, Any]) -> dict[str, Any]:
-    """A structural tag of lists of structures and triggers as one with a format."""
-    if "structures" not in value:
-        return value
+                raise must_have(f"a string 'structures[{number}].{name}'", each.get(name))
     tags = [
         {
             "type": "tag",
@@ -187,17 +198,20 @@ def _as_format(value: dict[str, Any]) -> dict[str, Any]:
             "content": {"type": "json_schema", "json_schema": each.get("schema", {})},
             "end": each["end"],
         }
-        for each in value["structures"]
+        for each in structures
     ]
-    content = {"type": "triggered_tags", "triggers": value["triggers"], "tags": tags}
+    content = {"type": "triggered_tags", "triggers": triggers, "tags": tags}
     return {"type": "structural_tag", "format": content}
 
 
 def _tag_grammar(value: object, param: str) -> Grammar:
-    """The grammar of a structural tag, an object or its text, whose schemas are enforced.
-    ``param``: the field, for messages."""
+    """The grammar of a structural tag, an object or its text, whose schemas are enforced. It has a
+    format, whatever shape the tag had. ``param``: the field, for messages."""
     if isinstance(value, str):
         value = _parsed(value, param)
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"{param} must be an object, not {show(value)}", param=param)
+    value = _as_format(value, param)
     try:
         found = what_of_tags_is_not_enforced(value)
         text = json.dumps(value, ensure_ascii=False)

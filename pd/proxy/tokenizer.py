@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -166,7 +167,8 @@ class TextModel:
 
 
 class TextModels:
-    """Loads each model directory once, off the event loop."""
+    """Loads each model directory once, off the event loop; one that failed is tried again when it
+    is asked for."""
 
     def __init__(self, directory: str | None, **options: Any) -> None:
         """``options``: those of :class:`TextModel`."""
@@ -185,8 +187,14 @@ class TextModels:
             return None
         if directory not in self._models:
             loop = asyncio.get_running_loop()
-            self._models[directory] = loop.run_in_executor(None, self._load, directory)
+            loading = loop.run_in_executor(None, self._load, directory)
+            self._models[directory] = loading
+            loading.add_done_callback(partial(self._forget_failed, directory))
         return await asyncio.shield(self._models[directory])
+
+    def _forget_failed(self, directory: str, loaded: asyncio.Future[TextModel | None]) -> None:
+        if loaded.cancelled() or loaded.exception() is not None:
+            del self._models[directory]
 
     def _load(self, directory: str) -> TextModel | None:
         if self._configured is not None:

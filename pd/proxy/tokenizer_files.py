@@ -31,21 +31,21 @@ def load_tokenizer(directory: Path) -> Tokenizer:
 
     Blocks for seconds where transformers is needed.
     """
-    if not directory.is_dir():
-        raise UsageError(f"there is no directory {directory} on this host")
     path = directory / FILE
-    if not path.is_file() and not (directory / SENTENCEPIECE_FILE).is_file():
-        raise UsageError(
-            f"{directory} has no tokenizer, neither {FILE} nor {SENTENCEPIECE_FILE}; name a model "
-            "directory that has one"
-        )
     try:
+        if not directory.is_dir():
+            raise UsageError(f"there is no directory {directory} on this host")
+        if not path.is_file() and not (directory / SENTENCEPIECE_FILE).is_file():
+            raise UsageError(
+                f"{directory} has no tokenizer, neither {FILE} nor {SENTENCEPIECE_FILE}; name a "
+                "model directory that has one"
+            )
         if path.is_file():
             return Tokenizer.from_file(str(path))
         return Tokenizer.from_str(_converted(directory))
     except UsageError:
         raise
-    except Exception as error:  # tokenizers raises nothing more specific
+    except Exception as error:  # no rights, or what tokenizers raises, nothing more specific
         raise UsageError(f"cannot read the tokenizer in {directory}: {error}") from error
 
 

@@ -241,6 +241,26 @@ BAD_REQUESTS: list[tuple[tuple[str, Any], str, str | None]] = [
         "response_format",
     ),
     (completion(response_format=schema_format(5)), "'schema'", "response_format"),
+    (
+        chat(response_format={"type": "json_object", "json_schema": "schema"}),
+        "object 'json_schema', not 'schema'",
+        "response_format",
+    ),
+    (
+        completion(response_format={"type": "json_object", "json_schema": {"schema": "x"}}),
+        "object 'schema', not 'x'",
+        "response_format",
+    ),
+    (
+        completion(response_format={"type": "json_schema", "schema": {}, "json_schema": [1]}),
+        "object 'json_schema', not [1]",
+        "response_format",
+    ),
+    (
+        completion(response_format={"type": "json_schema", "schema": None, "json_schema": None}),
+        "object 'json_schema', not None",
+        "response_format",
+    ),
     (chat(response_format={"type": "structural_tag"}), "object 'format'", "response_format"),
     (
         chat(response_format={"type": "structural_tag", "structures": [{}], "triggers": ["<"]}),
@@ -256,6 +276,26 @@ BAD_REQUESTS: list[tuple[tuple[str, Any], str, str | None]] = [
         completion(response_format=TAG),
         "'multipleOf' (at format/tags/0/content/json_schema)",
         "response_format",
+    ),
+    (
+        completion(structured_outputs={"structural_tag": TAG}),
+        "'multipleOf' (at format/tags/0/content/json_schema)",
+        "structured_outputs.structural_tag",
+    ),
+    (
+        chat(structured_outputs={"structural_tag": {"structures": [5], "triggers": ["<"]}}),
+        "a list of objects 'structures'",
+        "structured_outputs.structural_tag",
+    ),
+    (
+        chat(structured_outputs={"structural_tag": '{"type": "structural_tag"}'}),
+        "object 'format', not None",
+        "structured_outputs.structural_tag",
+    ),
+    (
+        generate({"structural_tag": "[]"}),
+        "structural_tag must be an object, not []",
+        "structural_tag",
     ),
     (completion(regex=5), "regex", "regex"),
     (completion(guided_json=5), "guided_json", "guided_json"),
@@ -333,9 +373,14 @@ ASKS_FOR_NOTHING = [
 GRAMMARS = [
     (completion(response_format=schema_format({"not": {}}, strict=False)), "json_schema"),
     (chat(response_format={"type": "json_object"}), "json_schema"),
+    (chat(response_format={"type": "json_object", "json_schema": None}), "json_schema"),
+    (
+        completion(response_format={"type": "json_schema", "schema": {}, "json_schema": None}),
+        "json_schema",
+    ),
     (generate({"regex": "a"}), "regex"),
     (generate({"json_schema": {"type": "string"}}), "json_schema"),
-    (generate({"structural_tag": {"type": "structural_tag"}}), "structural_tag"),
+    (generate({"structural_tag": {"format": ANY_TEXT}}), "structural_tag"),
     (chat(response_format={"type": "structural_tag", "format": ANY_TEXT}), "structural_tag"),
     (
         completion(response_format={"type": "structural_tag", "structures": [], "triggers": []}),

@@ -72,6 +72,18 @@ def test_nodes_that_disagree_are_an_error() -> None:
         m.accept(out(0, 8), first_may_come=False)
 
 
+def test_no_token_is_kept_of_nodes_that_disagree_about_what_came_early() -> None:
+    """Those that go on begin behind the tokens that were returned."""
+    m = merger()
+    m.accept(out(1, 8), first_may_come=True)
+    m.accept(out(2, 9), first_may_come=True)
+    with pytest.raises(NodeFailedError, match="disagree"):
+        m.accept(out(0, 7, 8, 5), first_may_come=False)
+    assert m.token_ids == []
+    m.forget_early()
+    assert delivered(m, out(0, 7, 8, 5)) == [7, 8, 5]
+
+
 @pytest.mark.parametrize(
     "output", [out(-1, 5), out(0, -1), out(0, 1000), out(0, 1, 2, 3), out(3, 1)]
 )
@@ -87,6 +99,29 @@ def test_log_probabilities_are_as_many_as_tokens() -> None:
     assert m.accept(good, first_may_come=False)[0].logprobs == good.logprobs
     with pytest.raises(NodeFailedError, match="log probabilities"):
         m.accept(out(1, 8), first_may_come=False)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        TokenLogprobs(1 << 40, -1.0),
+        TokenLogprobs(-1, -1.0),
+        TokenLogprobs(7, -1.0, [7, 8], [-1.0]),
+        TokenLogprobs(7, -1.0, [], [-1.0]),
+        TokenLogprobs(7, -1.0, [1000], [-1.0]),
+        TokenLogprobs(7, -1.0, [7, -8], [-1.0, -2.0]),
+    ],
+    ids=str,
+)
+def test_log_probabilities_are_of_tokens_that_there_are(entry: TokenLogprobs) -> None:
+    m = TokenMerger(10, 1000, with_logprobs=True)
+    bad = out(0, 7)
+    bad.logprobs = [entry]
+    with pytest.raises(NodeFailedError, match=r"vocabulary|likeliest"):
+        m.accept(bad, first_may_come=False)
+    assert m.token_ids == []
+    # Those that nobody asked for are not looked at.
+    assert delivered(merger(), bad) == [7]
 
 
 def test_a_finish_without_a_token_ends_the_choice() -> None:

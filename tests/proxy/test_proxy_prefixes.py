@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from pd.core.messages import PREFIXES_UNKNOWN, PrefixEvents
 from pd.proxy.policies import Prompt
 from pd.proxy.prefix_tree import PrefixTree
 from pd.proxy.reported_prefixes import ReportedPrefixes
+from pd.radix.prefix_hashes import as_numbers, first_hash, page_hashes, prompt_hashes
 
 
 def test_a_report_tells_what_is_cached_of_a_prompt() -> None:
@@ -48,6 +50,53 @@ def test_what_was_just_sent_counts_until_it_is_reported_or_evicted() -> None:
     assert report is not None
     known.apply(report)
     assert known.match(tokens(*range(20)), "") == 12
+
+
+def test_prompts_that_begin_alike_have_the_hashes_that_each_has_alone(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    prompts = [tokens(), tokens(1, 2, 3)]
+    for _ in range(500):
+        earlier = prompts[rng.integers(len(prompts))]
+        begin = earlier[: rng.integers(len(earlier) + 1)]
+        data = np.concatenate([begin, tokens(*rng.integers(0, 3, rng.integers(20)))]).tobytes()
+        prompts = [*prompts[-3:], np.frombuffer(data, np.int32)]
+        namespace, page_size = str(rng.integers(2)), int(rng.integers(1, 3))
+        page_bytes = 4 * page_size
+        whole = data[: len(data) // page_bytes * page_bytes]
+        alone = as_numbers(page_hashes(first_hash(namespace), whole, page_bytes))
+        assert prompt_hashes(data, namespace, page_size) == alone
+
+
+def test_many_answers_hash_and_note_the_pages_of_their_prompt_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The event loop stands still meanwhile, for milliseconds where a prompt is long."""
+    hashed = []
+
+    def count(last: bytes, data: bytes, page_bytes: int) -> bytes:
+        hashed.append(len(data) // page_bytes)
+        return page_hashes(last, data, page_bytes)
+
+    class Noted(dict[int, float]):
+        times = 0
+
+        def __setitem__(self, page: int, sent: float) -> None:
+            self.times += 1
+            super().__setitem__(page, sent)
+
+    monkeypatch.setattr("pd.radix.prefix_hashes.page_hashes", count)
+    monkeypatch.setattr("pd.radix.prefix_hashes._recent", deque(maxlen=4))
+    for name in ("_FRESH_SECONDS", "_EXPECTED_SECONDS"):
+        monkeypatch.setattr(f"pd.proxy.reported_prefixes.{name}", 600.0)
+    known = ReportedPrefixes(PAGE, 10_000)
+    known._expected = noted = Noted()
+    prompt = tokens(*range(4000))
+    for number in range(64):
+        answer = Prompt(np.concatenate([prompt, tokens(*[number] * 10 * PAGE)]), "")
+        assert known.match(*answer) == (len(prompt) if number else 0)
+        known.insert(*answer)
+        assert known.match(*answer) == len(answer.token_ids)
+    assert (sum(hashed), noted.times) == (4000 // PAGE + 64 * 10,) * 2
 
 
 def test_no_batch_is_taken_after_a_lost_one_until_a_snapshot_comes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -170,6 +171,20 @@ def test_so_do_expressions_and_other_grammars(
     calls, other = model.structural_tag(2)["elements"]
     assert calls["type"] == "tags_with_separator"
     assert other == content
+
+
+@pytest.mark.parametrize("written", [json.dumps, lambda tag: tag])
+def test_so_do_structures_behind_triggers(model: Scripted, written: Any) -> None:
+    """As an object and as its text, whichever field they come in."""
+    structures = [{"begin": "<n>", "schema": {"type": "integer"}, "end": "</n>"}]
+    tag = {"type": "structural_tag", "structures": structures, "triggers": ["<n>"]}
+    outputs = {"structured_outputs": {"structural_tag": written(tag)}}
+    ask(model, "hm</think><n>1</n>", extra_body=outputs | AT_ONCE)
+    ask(model, "hm</think><n>1</n>", response_format=tag, extra_body=AT_ONCE)
+    content = model.structural_tag()["elements"][1]
+    assert content["triggers"] == ["<n>"]
+    assert content["tags"][0]["content"]["json_schema"] == {"type": "integer"}
+    assert model.structural_tag(2)["elements"][1] == content
 
 
 def test_so_do_required_calls(model: Scripted) -> None:

@@ -191,6 +191,17 @@ class TestRouter:
             decode = router.route("m", Demand(LONG)).decode
             assert decode is not None and decode.instance_id == "d2"
 
+    def test_the_directory_of_a_model_whose_prompts_no_node_computes_names_none(self) -> None:
+        router = self.router(
+            handle("prefill", "p", model_path="/models/m"),
+            handle("decode", "d", model_path="/models/m"),
+            handle("decode", "other", model="other", model_path="/models/other"),
+        )
+        assert router.limits("/models/m").model == "m"
+        for name in ("other", "/models/other"):
+            with pytest.raises(NotFoundError, match=r"there is no model .*served: m"):
+                router.limits(name)
+
     def test_a_node_that_no_partner_reaches_is_passed_over(self) -> None:
         cut, whole = handle("prefill", "cut"), handle("prefill", "whole")
         decoders = [handle("decode", "d1"), handle("decode", "d2")]

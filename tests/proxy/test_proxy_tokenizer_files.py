@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
@@ -18,12 +20,12 @@ from proxy_tokenizers import CORPUS, byte_level
 from tokenizers import Tokenizer
 
 from pd.core.errors import UsageError
+from pd.proxy.chat_template import load_templates
 from pd.proxy.detokenizer import TokenTable
+from pd.proxy.tokenizer import TextModels
 from pd.proxy.tokenizer_files import load_tokenizer
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from proxy_cluster import Cluster
 
 BOS_ID = 1
@@ -151,5 +153,84 @@ def test_the_tokenizer_is_loaded_before_the_first_request(cluster: Cluster, tmp_
     cluster.pair(model_path=str(tmp_path))
     proxy = cluster.proxy(text=False)
     (tmp_path / "tokenizer.json").unlink()
+    answer = httpx.post(f"{proxy.url}/tokenize", json={"prompt": "hello"})
+    assert answer.json()["count"] > 0, answer.text
+
+
+# ---- files that cannot be read, and loads that fail
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("chat_template.jinja", b"\xff\xfe", "chat_template.jinja is not UTF-8"),
+        ("additional_chat_templates/rag.jinja", b"\xff", "rag.jinja is not UTF-8"),
+        ("tokenizer_config.json", b"\xff", "tokenizer_config.json is not UTF-8"),
+        ("tokenizer_config.json", b"{", "cannot read .*tokenizer_config.json"),
+        ("tokenizer_config.json", b"[" * 100_000, "cannot read .*tokenizer_config.json"),
+        ("tokenizer_config.json", b"[]", r"tokenizer_config.json must be an object, not \[\]"),
+    ],
+)
+def test_templates_that_cannot_be_read_name_their_file(
+    tmp_path: Path, name: str, content: bytes, says: str
+) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError, match=says):
+        load_templates(tmp_path)
+
+
+def test_a_template_without_the_right_to_read_it_names_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user of this test may be root, who may read all."""
+
+    def refuse(path: Path, **_: Any) -> str:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    (tmp_path / "chat_template.jinja").write_text("")
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(UsageError, match=r"cannot read .*chat_template\.jinja: Permission denied$"):
+        load_templates(tmp_path)
+
+
+def test_a_nodes_template_that_is_no_text_costs_only_chat(cluster: Cluster, tmp_path: Path) -> None:
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    cluster.pair(model_path=str(tmp_path))
+    client = cluster.client(text=False)
+    assert client.post("/generate", json={"text": "hello"}).json()["text"]
+    body = {"messages": [{"role": "user", "content": "hello"}]}
+    assert client.post("/v1/chat/completions", json=body).status_code == 400
+
+
+def test_a_directory_that_could_not_be_read_is_tried_again(tmp_path: Path) -> None:
+    async def ask_twice() -> Any:
+        models = TextModels(str(tmp_path))
+        with pytest.raises(UsageError, match="has no tokenizer"):
+            await models.get(None)
+        byte_level().save(str(tmp_path / "tokenizer.json"))
+        return await models.get(None)
+
+    assert len(asyncio.run(ask_twice()).encode("hello", add_special_tokens=False))
+
+
+@pytest.mark.one_process("looks at the state of one process")
+def test_a_load_that_fails_in_another_way_holds_up_neither_the_start_nor_later_requests(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = [RuntimeError("as scripted")]
+
+    def load(directory: Path) -> Tokenizer:
+        if failures:
+            raise failures.pop()
+        return load_tokenizer(directory)
+
+    monkeypatch.setattr("pd.proxy.tokenizer.load_tokenizer", load)
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    cluster.pair(model_path=str(tmp_path))
+    proxy = cluster.proxy(text=False)
+    served: Any = proxy.proxy
+    assert (served._became_ready.is_set(), failures) == (True, [])
     answer = httpx.post(f"{proxy.url}/tokenize", json={"prompt": "hello"})
     assert answer.json()["count"] > 0, answer.text

@@ -473,6 +473,21 @@ def test_keywords_that_are_not_enforced_are_read_over_if_asked(model: Scripted) 
     assert "not" in model.structural_tag()["tags"][0]["content"]["json_schema"]
 
 
+@pytest.mark.parametrize("enum", [5, "ab", {"a": 1}, []])
+def test_parameters_with_an_enum_that_is_no_list_of_texts_are_refused(
+    cluster: Cluster, tmp_path: Path, enum: Any
+) -> None:
+    """Or read over if the client says so."""
+    model = Scripted(cluster, tmp_path, tool_call_parser="qwen3_coder")
+    tool = with_schema(properties={"a": {"type": "string", "enum": enum}}, required=["a"])
+    refused = model.refused(tools=[strict(tool)], tool_choice="required")
+    assert f"tools[0].function.parameters: the 'enum' {enum!r} of a parameter" in refused
+    text = "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n</function>\n</tool_call>"
+    asked = {"tools": [strict(tool, False)], "tool_choice": "required"}
+    (choice,) = model.ask(text, extra_body=NO_THINKING, **asked).choices
+    assert calls_of(choice.message) == [("f", {"a": "x"})]
+
+
 def test_patterns_that_would_be_misread_are_left_out_of_calls_alone(model: Scripted) -> None:
     city = {"type": "string", "pattern": "^(?!a)"}
     tools = [strict(with_schema(properties={"city": city}), False)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -12,6 +14,8 @@ from fake_node import FakeNode, wait_until
 from proxy_cluster import read_events, wait_for_agreement, wait_for_all
 
 from pd.core.messages import ErrorInfo, Failed, Finish, NodeHeartbeat
+from pd.proxy.channel import Sockets
+from pd.proxy.node_http import NodeHttp
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,6 +23,8 @@ if TYPE_CHECKING:
 
     from proxy_cluster import Cluster
 
+    from pd.proxy.channel import NodeChannel
+    from pd.proxy.node_handle import ServerInfo
     from pd.proxy.server import ProxyThread
 
 BODY: dict[str, Any] = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 20}}
@@ -281,6 +287,61 @@ def test_workers_join_and_leave_at_run_time(
     client.post("/workers", json={"role": "decode", "url": "http://127.0.0.1:9"})
     assert client.delete("/workers/127.0.0.1:9").status_code == 200
     assert len(workers(proxy)) == 2
+
+
+@pytest.mark.one_process("looks at the channels and tasks of a proxy")
+@pytest.mark.parametrize("is_back", [True, False])
+def test_a_node_that_ends_while_it_drains_leaves_no_channel_and_no_task_behind(
+    cluster: Cluster,
+    background: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+    is_back: bool,
+) -> None:
+    """It is forgotten as its last stream is lost, in the midst of the poll by which that shows:
+    ``is_back`` says whether that finds the next instance or a closed port."""
+    opened: list[NodeChannel] = []
+    open_channel, ask = Sockets.open, NodeHttp.server_info
+    hold, held = threading.Event(), threading.Event()
+
+    def open_noted(sockets: Sockets, *args: Any) -> NodeChannel:
+        opened.append(open_channel(sockets, *args))
+        return opened[-1]
+
+    async def ask_when_let(http: NodeHttp, url: str) -> ServerInfo:
+        while hold.is_set():
+            held.set()
+            await asyncio.sleep(0.005)
+        return await ask(http, url)
+
+    def open_now() -> int:
+        return sum(not channel._socket.closed for channel in opened)
+
+    monkeypatch.setattr(Sockets, "open", open_noted)
+    monkeypatch.setattr(NodeHttp, "server_info", ask_when_let)
+    node = cluster.node("unified", auto=False)
+    proxy = cluster.proxy()
+    client = cluster.client(proxy)
+    served: Any = proxy.proxy
+    (watcher,) = served._pool._watchers.values()
+    result = background.submit(post, proxy.url)
+    node.wait_generate()
+    assert client.delete(f"/workers/{node.instance_id}").json()["draining"]
+    hold.set()
+    assert held.wait(10)
+    node.kill()
+    if is_back:
+        node.start()
+    hold.clear()
+    failed(result, "was lost")
+    wait_until(watcher.done)
+    assert watcher.cancelled() or watcher.exception() is None
+    assert (workers(proxy), open_now()) == ([], 0)
+
+    if not is_back:
+        node.start()
+    client.post("/workers", json={"role": "unified", "url": node.url})
+    works_again(proxy, node)
+    assert open_now() == 1
 
 
 @pytest.mark.one_process("counts a proxy as one sender of messages")

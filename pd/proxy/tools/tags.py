@@ -138,13 +138,16 @@ def xml_arguments(function: Function) -> Format:
 
 
 def _xml_value(begin: str, schema: object, function: Function) -> Format:
+    """The format of one parameter. Raises UnfitError."""
     end = "</parameter>"
     if kind_of(schema) == "json":
         return tag(begin, json_value(schema), "\n" + end)
     assert isinstance(schema, dict)
     values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if values is not None:
+    if isinstance(values, list) and values:
         return tag(begin, one_of(*map(text, values)), "\n" + end)
+    if values is not None and function.strict is not False:
+        raise UnfitError(f"the 'enum' {brief(values)} of a parameter")
     pattern = _text_pattern(schema) if function.strict is not False else None
     if pattern is None:
         return tag(begin, any_text(), end)
