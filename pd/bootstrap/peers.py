@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from pd.bootstrap.client import handshake
 from pd.core.errors import PDError, UnavailableError
+from pd.core.work_queue import WorkQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,7 +64,7 @@ class PeerDirectory:
         self._waiting: dict[_Demand, list[Callback]] = {}
         self._forgotten: set[_Demand] = set()
         self._closed = False
-        self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="pd-handshake")
+        self._work = WorkQueue("pd-handshake", _WORKERS, self._shake_hands)
 
     def get(self, url: str, instance_id: str) -> NodeInfo | None:
         """The peer if it is known; starts nothing."""
@@ -87,7 +87,7 @@ class PeerDirectory:
                 waiting = self._waiting.setdefault(demand, [])
                 waiting.append(callback)
                 if len(waiting) == 1:
-                    self._workers.submit(self._shake_hands, demand)
+                    answer = self._begin(demand)
         if answer is not None:
             callback(answer)
 
@@ -108,7 +108,7 @@ class PeerDirectory:
         """Start no more handshakes; callers that wait for one get an error."""
         with self._lock:
             self._closed = True
-        self._workers.shutdown(wait=False, cancel_futures=True)
+        self._work.close()
         for demand in list(self._waiting):
             self._finish(demand, UnavailableError("this node is stopping"), time.monotonic())
 
@@ -120,6 +120,19 @@ class PeerDirectory:
         failed = self._failed.get(key)
         if failed is not None and time.monotonic() < failed[0]:
             return failed[1]
+        return None
+
+    def _begin(self, demand: _Demand) -> PDError | None:
+        """Have a worker take the first demand of its kind. Returns why none does, which is no
+        failure of the peer: the next demand tries again."""
+        url, _ = demand[0]
+        try:
+            self._work.put(demand)
+        except UnavailableError as error:
+            del self._waiting[demand]
+            failure = UnavailableError(f"no handshake with {url}: {error}")
+            logger.warning("%s", failure)
+            return failure
         return None
 
     def _shake_hands(self, demand: _Demand) -> None:

@@ -130,6 +130,24 @@ def test_a_failure_expires_by_itself(p, directory, monkeypatch) -> None:
     assert answers.wait(2)[1] == p.registry.own
 
 
+def test_a_demand_for_which_no_thread_can_start_is_answered_and_the_next_one_shakes_hands(
+    p, directory, monkeypatch
+) -> None:
+    def no_thread(self: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    answers = Answers()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        directory.request(p.url, "P", answers)
+    assert len(answers.results) == 1
+    assert isinstance(answers.results[0], UnavailableError)
+    assert "can't start new thread" in str(answers.results[0])
+    directory.request(p.url, "P", answers)
+    assert answers.wait(2)[1] == p.registry.own
+    assert p.connected == ["D"]
+
+
 def test_one_dead_node_does_not_keep_others_waiting(p, directory) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
