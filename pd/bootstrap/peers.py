@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 # The next demand tries again. The time counts from the beginning, since the state of a peer is
 # unknown after a handshake that timed out.
 FAILURE_SECONDS = 0.5
+# Threads for handshakes that requests need, and as many for those that none needs yet.
 _WORKERS = 4
 _MAX_FAILURES = 1024
 
@@ -36,10 +37,10 @@ _Demand = tuple[_Key, bool]
 class PeerDirectory:
     """Prefill nodes by bootstrap URL and instance id. Thread-safe.
 
-    Requests that need the same node at the same time share one handshake. They do not share one
-    that began ahead of need, perhaps while a link was cut that has come back since. A slow or dead
-    node keeps a worker or two busy for ``timeout`` seconds, which ``patience`` extends, and fails
-    its own requests only.
+    Requests that need the same node at the same time share one handshake. They neither share one
+    that began ahead of need, perhaps while a link was cut that has come back since, nor wait for
+    any such: those have threads of their own. A slow or dead node keeps a worker of each kind busy
+    for ``timeout`` seconds, which ``patience`` extends, and fails its own requests only.
 
     Args:
         own: description of this node.
@@ -64,7 +65,8 @@ class PeerDirectory:
         self._waiting: dict[_Demand, list[Callback]] = {}
         self._forgotten: set[_Demand] = set()
         self._closed = False
-        self._work = WorkQueue("pd-handshake", _WORKERS, self._shake_hands)
+        self._needed = WorkQueue("pd-handshake", _WORKERS, self._shake_hands)
+        self._ahead = WorkQueue("pd-handshake-ahead", _WORKERS, self._shake_hands)
 
     def get(self, url: str, instance_id: str) -> NodeInfo | None:
         """The peer if it is known; starts nothing."""
@@ -108,7 +110,8 @@ class PeerDirectory:
         """Start no more handshakes; callers that wait for one get an error."""
         with self._lock:
             self._closed = True
-        self._work.close()
+        for work in (self._needed, self._ahead):
+            work.close()
         for demand in list(self._waiting):
             self._finish(demand, UnavailableError("this node is stopping"), time.monotonic())
 
@@ -125,9 +128,9 @@ class PeerDirectory:
     def _begin(self, demand: _Demand) -> PDError | None:
         """Have a worker take the first demand of its kind. Returns why none does, which is no
         failure of the peer: the next demand tries again."""
-        url, _ = demand[0]
+        (url, _), ahead = demand
         try:
-            self._work.put(demand)
+            (self._ahead if ahead else self._needed).put(demand)
         except UnavailableError as error:
             del self._waiting[demand]
             failure = UnavailableError(f"no handshake with {url}: {error}")
