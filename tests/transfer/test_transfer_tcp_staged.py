@@ -16,6 +16,7 @@ from transfer_helpers import (
     reservation,
     settled,
     wait_until,
+    watch_limit,
 )
 
 from pd.core.errors import TransferError
@@ -100,6 +101,24 @@ def test_staged_bytes_count_when_the_copy_into_the_pool_is_over(gate, target) ->
         assert settled(receiver) is TransferState.DONE
         assert receiver.drained()
         wait_until(lambda: d.counters.frames == 6, "the last frame to be counted")
+
+
+def test_a_paused_connection_that_cannot_be_watched_again_ends_and_the_next_one_is_read(
+    gate, target
+) -> None:
+    with pair(target, p_staged=False, d_staged=True) as (p, d):
+        receiver = d.receiver("P", ROOM, 1, PAGES, (0,), TOKENS)
+        sender = p.sender("D", reservation(receiver, ROOM, 1, 0), PAGES, TOKENS)
+        sender.send(0, TOKENS, 0, LAYERS)
+        connections = d._inbox._connections
+        wait_until(lambda: any(c.paused for c in list(connections.values())), "a pause")
+        watch_limit(d._inbox._selector, lambda data: data in connections.values())
+        gate.set()
+        assert settled(receiver) is TransferState.FAILED
+        assert "No space left on device" in str(receiver.error)
+        sender.abort()
+        wait_until(lambda: not connections, "the connection to end")
+        transfer_works(p, d, target)
 
 
 def test_an_aborted_room_is_not_drained_while_a_copy_into_its_pages_is_under_way(
