@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from pd.bootstrap.client import handshake
 from pd.core.errors import PDError, UnavailableError
+from pd.core.work_queue import WorkQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 # The next demand tries again. The time counts from the beginning, since the state of a peer is
 # unknown after a handshake that timed out.
 FAILURE_SECONDS = 0.5
+# Threads for handshakes that requests need, and as many for those that none needs yet.
 _WORKERS = 4
 _MAX_FAILURES = 1024
 
@@ -36,10 +37,10 @@ _Demand = tuple[_Key, bool]
 class PeerDirectory:
     """Prefill nodes by bootstrap URL and instance id. Thread-safe.
 
-    Requests that need the same node at the same time share one handshake. They do not share one
-    that began ahead of need, perhaps while a link was cut that has come back since. A slow or dead
-    node keeps a worker or two busy for ``timeout`` seconds, which ``patience`` extends, and fails
-    its own requests only.
+    Requests that need the same node at the same time share one handshake. They neither share one
+    that began ahead of need, perhaps while a link was cut that has come back since, nor wait for
+    any such: those have threads of their own. A slow or dead node keeps a worker of each kind busy
+    for ``timeout`` seconds, which ``patience`` extends, and fails its own requests only.
 
     Args:
         own: description of this node.
@@ -64,7 +65,8 @@ class PeerDirectory:
         self._waiting: dict[_Demand, list[Callback]] = {}
         self._forgotten: set[_Demand] = set()
         self._closed = False
-        self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="pd-handshake")
+        self._needed = WorkQueue("pd-handshake", _WORKERS, self._shake_hands)
+        self._ahead = WorkQueue("pd-handshake-ahead", _WORKERS, self._shake_hands)
 
     def get(self, url: str, instance_id: str) -> NodeInfo | None:
         """The peer if it is known; starts nothing."""
@@ -87,7 +89,7 @@ class PeerDirectory:
                 waiting = self._waiting.setdefault(demand, [])
                 waiting.append(callback)
                 if len(waiting) == 1:
-                    self._workers.submit(self._shake_hands, demand)
+                    answer = self._begin(demand)
         if answer is not None:
             callback(answer)
 
@@ -108,7 +110,8 @@ class PeerDirectory:
         """Start no more handshakes; callers that wait for one get an error."""
         with self._lock:
             self._closed = True
-        self._workers.shutdown(wait=False, cancel_futures=True)
+        for work in (self._needed, self._ahead):
+            work.close()
         for demand in list(self._waiting):
             self._finish(demand, UnavailableError("this node is stopping"), time.monotonic())
 
@@ -120,6 +123,19 @@ class PeerDirectory:
         failed = self._failed.get(key)
         if failed is not None and time.monotonic() < failed[0]:
             return failed[1]
+        return None
+
+    def _begin(self, demand: _Demand) -> PDError | None:
+        """Have a worker take the first demand of its kind. Returns why none does, which is no
+        failure of the peer: the next demand tries again."""
+        (url, _), ahead = demand
+        try:
+            (self._ahead if ahead else self._needed).put(demand)
+        except UnavailableError as error:
+            del self._waiting[demand]
+            failure = UnavailableError(f"no handshake with {url}: {error}")
+            logger.warning("%s", failure)
+            return failure
         return None
 
     def _shake_hands(self, demand: _Demand) -> None:

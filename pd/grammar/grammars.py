@@ -234,10 +234,7 @@ class Grammars:
         return None
 
     def _work(self, compiler: GrammarCompiler) -> None:
-        compiler.start()
-        # NOTE: loads transformers, while the process starts; nodes that get no grammar do without.
-        from pd.grammar import xgrammar_library  # noqa: F401
-
+        self._prepare(compiler)
         while (grammar := self._next()) is not None:
             began = time.monotonic()
             found: MakeRules | PDError
@@ -265,9 +262,29 @@ class Grammars:
                 for _ in waiting:
                     self._count(found, "compiled")
             for done in waiting:
-                done(found)
+                self._answer(done, found)
             if compiled is not None and result.compiled:
                 self._learn(result, grammar)
+
+    @staticmethod
+    def _prepare(compiler: GrammarCompiler) -> None:
+        """Begin what the first grammar would wait for otherwise."""
+        try:
+            compiler.start()
+            # NOTE: loads transformers, while the process starts; nodes that get no grammar do
+            # without.
+            from pd.grammar import xgrammar_library  # noqa: F401
+        except Exception:
+            # For example, no memory. Each grammar tries again and has the error, if it still is
+            # one, as its answer.
+            logger.exception("what compiles grammars could not be prepared")
+
+    @staticmethod
+    def _answer(done: Done, found: MakeRules | PDError) -> None:
+        try:
+            done(found)
+        except Exception:  # others wait for the same grammar, and all others for this thread
+            logger.exception("a request could not be given its grammar")
 
     def _next(self) -> Grammar | None:
         """The grammar to compile next; None when there will be none."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,10 +13,12 @@ from pd.core.errors import (
     NodeFailedError,
     PDError,
     RefusedError,
+    UnavailableError,
 )
 from pd.core.messages import Abort, Generate, GenerateTogether, TakeBack, TakenBack
 from pd.core.request import RequestState
 from pd.core.seldom import Seldom
+from pd.core.work_queue import WorkQueue
 from pd.node.validation import check_length, request_from
 from pd.scheduling.resumed import restore_sampling
 
@@ -65,7 +66,9 @@ class Intake:
         self._sending, self._receiving = sending, receiving
         self._proxies, self._ready = proxies, ready
         self.compiling: list[Request] = []
-        self._replaying = threading.Lock()
+        # One at a time: a grammar may take seconds for a long output, which the node's lock must
+        # not be held for.
+        self._replays = WorkQueue("grammar-replay", 1, self._replay)
         self._dropped = Seldom(logger)
 
     def register(self, handlers: Handlers) -> None:
@@ -115,22 +118,26 @@ class Intake:
             self._ruled(request, found)
             return
         request.make_rules = found
-        # NOTE: without the lock, since a grammar may take seconds for a long output.
-        threading.Thread(
-            target=self._replay, args=(request, found), name="grammar-replay", daemon=True
-        ).start()
+        try:
+            self._replays.put(request)
+        except UnavailableError as error:
+            logger.warning("the output so far of %s cannot be replayed: %s", request.rid, error)
+            self._ruled(request, error)
 
-    def _replay(self, request: Request, make_rules: MakeRules) -> None:
-        """Have a grammar follow the output of a resumed request; one request at a time."""
-        found: MakeRules | PDError = make_rules
-        with self._replaying:
-            try:
-                self._restore(request)
-            except PDError as error:
-                found = error
-            except Exception as error:
-                logger.exception("an output could not be replayed")
-                found = NodeFailedError(f"the output so far could not be replayed: {error}")
+    def _replay(self, request: Request) -> None:
+        """Have a grammar follow the output of a resumed request."""
+        if request.state.terminal:
+            return
+        assert request.make_rules is not None
+        found: MakeRules | PDError = request.make_rules
+        try:
+            self._restore(request)
+        except PDError as error:
+            found = error
+        except Exception as error:
+            # Whatever a grammar's library raises: the request must not wait for ever.
+            logger.exception("an output could not be replayed")
+            found = NodeFailedError(f"the output so far could not be replayed: {error}")
         self._ruled(request, found)
 
     def _restore(self, request: Request) -> None:
@@ -155,6 +162,10 @@ class Intake:
         """Forget a request that was marked as ended."""
         if request in self.compiling:
             self.compiling.remove(request)
+
+    def close(self) -> None:
+        """Replay no more outputs: every request has ended."""
+        self._replays.close()
 
     def _admit(self, request: Request) -> None:
         """Queue a request that lacks nothing but its turn."""

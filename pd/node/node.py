@@ -218,6 +218,7 @@ class Node:
                 self.rooms.fail(request, error)
             self.draining = self._exiting = True
         self.core.grammars.close()
+        self._intake.close()
         self.step_loop.stop()
         self.control.stop()
         for end in self.ends:

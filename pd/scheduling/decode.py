@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
-from pd.core.errors import PDError
+from pd.core.errors import NodeFailedError, PDError
 from pd.core.messages import Output, Stages
 from pd.core.request import RequestState, Sequence
 from pd.core.sampling_params import choice_seed
+from pd.core.seldom import Seldom
 from pd.engine.sampler import SampledToken
 from pd.engine.sampling_state import SamplingState
 from pd.scheduling.metrics import VerifiedDrafts
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from pd.core.request import Request
     from pd.engine.saved_pages import SavedPages
     from pd.scheduling.core import NodeCore
+
+logger = logging.getLogger(__name__)
 
 # Tokens of one sequence that are computed again per step when its KV was lost.
 RECOMPUTE_CHUNK = 512
@@ -54,6 +58,7 @@ class DecodeScheduler:
         self._max_running = core.config.max_running_requests
         self._host_limit = core.config.retraction_host_memory
         self._host_used = 0
+        self._no_copies = Seldom(logger)
         self._drafter, self._lengths = core.drafter, core.draft_lengths
         drafts = core.drafter is not None
         self.draft_tokens = core.config.speculative_num_draft_tokens if drafts else 0
@@ -304,11 +309,7 @@ class DecodeScheduler:
         if short or not memory.grow(sequence, length):
             memory.release(sequence)
             return False
-        host = sequence.host_kv
-        if host is not None and host.num_tokens > sequence.num_computed:
-            pages = sequence.pages[matched : host.num_pages]
-            host.pages.restore(pages, matched)
-            sequence.num_computed = host.num_tokens
+        self._restore(sequence, matched)
         self._drop_host_kv(sequence)
         return True
 
@@ -336,11 +337,40 @@ class DecodeScheduler:
         count = self._memory.pages_for(sequence.num_computed)
         size = count * self._page_bytes
         if self._host_used + size <= self._host_limit:
-            pages = self._engine.save_pages(sequence.pages[:count])
-            sequence.host_kv = HostKV(sequence.num_computed, count, pages)
-            self._host_used += size
+            self._save(sequence, count)
         self._memory.cache(sequence)
         self._memory.release(sequence)
+
+    def _save(self, sequence: Sequence, count: int) -> None:
+        """Copy a sequence's first ``count`` pages to host memory. If that fails there is no copy,
+        and its KV is computed again. Raises NodeFailedError if other ranks are gone."""
+        try:
+            pages = self._engine.save_pages(sequence.pages[:count])
+        except NodeFailedError:
+            raise
+        except Exception as error:  # noqa: BLE001
+            # For example, neither host nor GPU has memory to spare. What is worse shows in the next
+            # step.
+            self._no_copies.warn(f"KV of a retracted sequence was not saved: {error!r}")
+            return
+        sequence.host_kv = HostKV(sequence.num_computed, count, pages)
+        self._host_used += count * self._page_bytes
+
+    def _restore(self, sequence: Sequence, matched: int) -> None:
+        """Write KV in host memory into a sequence's pages, but the first ``matched``. If that fails
+        it is computed again. Raises NodeFailedError if other ranks are gone."""
+        host = sequence.host_kv
+        if host is None or host.num_tokens <= sequence.num_computed:
+            return
+        try:
+            host.pages.restore(sequence.pages[matched : host.num_pages], matched)
+        except NodeFailedError:
+            raise
+        except Exception as error:  # noqa: BLE001
+            # As in _save. Every token that may be half written is computed before it is read.
+            self._no_copies.warn(f"KV of a retracted sequence was not restored: {error!r}")
+            return
+        sequence.num_computed = host.num_tokens
 
     def _drop_host_kv(self, sequence: Sequence) -> None:
         if sequence.host_kv is not None:

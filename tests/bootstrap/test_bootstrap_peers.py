@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import socket
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from bootstrap_helpers import PrefillNode, info
 
 from pd.bootstrap import PeerDirectory, peers
+from pd.bootstrap.client import handshake
 from pd.core.errors import HandshakeError, PDError, TransferError, UnavailableError
 
 if TYPE_CHECKING:
@@ -103,6 +104,32 @@ def test_a_request_does_not_wait_for_a_handshake_that_began_ahead_of_need(direct
         node.close()
 
 
+def test_a_request_does_not_wait_for_any_handshakes_that_nothing_needs_yet(p) -> None:
+    """With as many nodes as are out of reach, after a switch was lost."""
+    began, go = threading.Semaphore(0), threading.Event()
+
+    def shake_hands(url: str, own: NodeInfo, *, expected_instance: str, **options: Any) -> NodeInfo:
+        if url != p.url:
+            began.release()
+            assert go.wait(20.0)
+            raise UnavailableError("out of reach")
+        return handshake(url, own, expected_instance=expected_instance, **options)
+
+    directory = PeerDirectory(info("D", "decode"), timeout=5.0)
+    lost, answers = Answers(), Answers()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peers, "handshake", shake_hands)
+        for number in range(24):
+            directory.request(f"http://lost-{number}", f"X{number}", lost, ahead=True)
+        assert began.acquire(timeout=20.0)
+        directory.request(p.url, "P", answers)
+        assert answers.wait() == [p.registry.own]
+        assert lost.results == []
+        go.set()
+        assert all(isinstance(each, UnavailableError) for each in lost.wait(24))
+    directory.close()
+
+
 def test_a_failure_is_remembered_for_a_moment_and_then_tried_again(
     p, directory, monkeypatch
 ) -> None:
@@ -128,6 +155,24 @@ def test_a_failure_expires_by_itself(p, directory, monkeypatch) -> None:
     p.registry.set_ready()
     directory.request(p.url, "P", answers)
     assert answers.wait(2)[1] == p.registry.own
+
+
+def test_a_demand_for_which_no_thread_can_start_is_answered_and_the_next_one_shakes_hands(
+    p, directory, monkeypatch
+) -> None:
+    def no_thread(self: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    answers = Answers()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        directory.request(p.url, "P", answers)
+    assert len(answers.results) == 1
+    assert isinstance(answers.results[0], UnavailableError)
+    assert "can't start new thread" in str(answers.results[0])
+    directory.request(p.url, "P", answers)
+    assert answers.wait(2)[1] == p.registry.own
+    assert p.connected == ["D"]
 
 
 def test_one_dead_node_does_not_keep_others_waiting(p, directory) -> None:

@@ -25,7 +25,8 @@ Started = tuple[str, ast.expr | None]
 
 
 def threads(source: str, file: str) -> Iterator[Started]:
-    """Where threads are made: calls of Thread and ThreadPoolExecutor, and subclasses of Thread."""
+    """Where threads are made: calls of Thread, ThreadPoolExecutor and WorkQueue, and subclasses of
+    Thread."""
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call):
             continue
@@ -36,6 +37,8 @@ def threads(source: str, file: str) -> Iterator[Started]:
             yield place, names.get("name")
         elif called == "ThreadPoolExecutor":
             yield place, names.get("thread_name_prefix") or (node.args[1:] or [None])[0]
+        elif called == "WorkQueue":
+            yield place, (node.args or [None])[0]
         elif called == "super().__init__" and {"name", "daemon"} <= set(names):
             yield place, names["name"]
 

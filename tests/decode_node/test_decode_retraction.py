@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from cluster import random_prompts, wait_until
 from hand_off_helpers import Gate, queues
 from tiny import TOKEN_BYTES, tiny_cluster
+
+from pd.core.errors import NodeFailedError, PDError
 
 if TYPE_CHECKING:
     from cluster import Cluster
@@ -91,6 +94,54 @@ def test_kv_beyond_the_host_memory_cap_is_computed_again(limit: int) -> None:
         assert [request.tokens(30) for request in sent] == expected
         assert used and max(used) <= limit
         cluster.wait_idle()
+
+
+@pytest.mark.parametrize("what", ["saved", "restored"])
+def test_kv_for_whose_copy_there_is_no_memory_is_computed_again(
+    what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompts = list(random_prompts(5, [20, 21, 22, 23]))
+    expected = expected_tokens(prompts, 60)
+    with tiny_cluster(**POOL) as cluster:
+        node = cluster.decode[0].node
+        scatter = node.engine.pool.scatter_pages
+
+        def no_memory(pages: Any) -> Any:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+        def half_restored(pages: Any, copies: Any) -> None:
+            some = pages[: len(pages) // 2 + 1]
+            scatter(some, [torch.full_like(copy[:, :, : len(some)], 7.0) for copy in copies])
+            no_memory(pages)
+
+        if what == "saved":
+            monkeypatch.setattr(node.engine.pool, "gather_pages", no_memory)
+        else:
+            monkeypatch.setattr(node.engine.pool, "scatter_pages", half_restored)
+        sent = [cluster.client.generate(p, cluster.pair, max_tokens=60) for p in prompts]
+        assert [request.tokens(30) for request in sent] == expected
+        assert retractions(cluster) > 0
+        assert f"KV of a retracted sequence was not {what}: RuntimeError" in caplog.text
+        cluster.wait_idle()
+        assert node.ready
+        assert node.scheduler.decode._host_used == 0
+
+
+def test_ranks_that_are_gone_while_kv_is_saved_end_the_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def gone(pages: Any) -> Any:
+        raise NodeFailedError("rank 1 is gone")
+
+    with tiny_cluster(**POOL) as cluster:
+        node = cluster.decode[0].node
+        monkeypatch.setattr(node.engine, "save_pages", gone)
+        prompts = random_prompts(6, [20, 21, 22, 23])
+        sent = [cluster.client.generate(p, cluster.pair, max_tokens=60) for p in prompts]
+        for request in sent:
+            with pytest.raises(PDError, match="rank 1 is gone"):
+                request.tokens(30)
+        assert node.step_loop.broken
 
 
 def test_a_committed_sequence_runs_when_the_retracted_one_lacks_its_pages() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ from lagging_device import LaggingDevice
 from tokenizers import Tokenizer
 
 from pd import assembly
-from pd.core.errors import InvalidRequestError
+from pd.core.errors import InvalidRequestError, UnavailableError
 from pd.core.grammar import Grammar
 from pd.engine.token_rules import MASK_SECONDS
 from pd.grammar.compiler import CompileLimits
@@ -208,6 +209,32 @@ def test_an_output_is_replayed_without_the_lock(
         resumed = ask(cluster, PROMPTS[0], produced=tokens[:5], **FEATURES["greedy"])
         assert resumed.tokens() == tokens
     assert held == [False]
+
+
+def test_a_replay_for_which_no_thread_can_start_is_answered_and_later_ones_go_on(
+    model: Path, plain: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a grammar that is known, of which the control thread is told, and with new ones, of
+    which the threads that compile are told."""
+    start = threading.Thread.start
+
+    def no_replay(self: threading.Thread) -> None:
+        if self.name.startswith("grammar-replay"):
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    tokens = plain["greedy"][0].tokens()
+    new = [Grammar("json_schema", json.dumps(SCHEMA, indent=indent)) for indent in range(1, 5)]
+    with cluster_of(model, "unified") as cluster:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", no_replay)
+            for grammar in (JSON, *new[:3]):
+                asked = ask(cluster, PROMPTS[0], produced=tokens[:5], grammar=grammar)
+                with pytest.raises(UnavailableError, match="can't start new thread"):
+                    asked.tokens()
+        for grammar in (JSON, new[0], new[3]):
+            assert ask(cluster, PROMPTS[0], produced=tokens[:5], grammar=grammar).tokens() == tokens
+        cluster.wait_idle(30.0)
 
 
 def test_late_steps_change_nothing(model: Path, plain: Answers) -> None:

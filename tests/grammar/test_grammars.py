@@ -9,6 +9,7 @@ import os
 import queue
 import signal
 import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+import pd.grammar
 from pd.assembly import make_grammars
 from pd.core.config import NodeConfig
 from pd.core.errors import InvalidRequestError, PDError, QueueFullError, UnavailableError
@@ -276,6 +278,48 @@ def test_a_system_without_room_for_a_process_or_a_thread_is_asked_again(
             patch.setattr("pd.grammar.compiler.subprocess.Popen", no_process)
             error = wanted(made, SMALL)
         assert isinstance(error, UnavailableError) and "try again" in error.message
+        assert not isinstance(wanted(made, SMALL), PDError)
+    finally:
+        made.close()
+
+
+def test_a_request_that_cannot_take_its_grammar_costs_no_other_one_its_answer() -> None:
+    made = Grammars(VOCABULARY, LIMITS, 1 << 20)
+    found: queue.Queue[MakeRules | PDError] = queue.Queue()
+
+    def broken(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    try:
+        # More often than there are threads that compile.
+        for number in range(4):
+            grammar = Grammar("regex", f"x{{{number + 1}}}")
+            made.want(grammar, broken)
+            made.want(grammar, found.put)
+            assert not isinstance(found.get(timeout=60), PDError)
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("what", ["a process", "the library"])
+def test_what_compiles_grammars_is_prepared_again_where_that_failed(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests have the error as their answer meanwhile."""
+
+    def no_start(self: object) -> None:
+        raise RuntimeError("out of memory")
+
+    made = Grammars(VOCABULARY, LIMITS, 1 << 20)
+    try:
+        with monkeypatch.context() as patch:
+            if what == "a process":
+                patch.setattr(GrammarCompiler, "start", no_start)
+            else:
+                patch.delattr(pd.grammar, "xgrammar_library", raising=False)
+                patch.setitem(sys.modules, "pd.grammar.xgrammar_library", None)
+            for _ in range(3):
+                assert isinstance(wanted(made, SMALL), UnavailableError)
         assert not isinstance(wanted(made, SMALL), PDError)
     finally:
         made.close()

@@ -13,7 +13,7 @@ import time
 import msgspec
 import pytest
 from relay import Relay
-from transfer_helpers import stop_process, wait_until
+from transfer_helpers import stop_process, wait_until, watch_limit
 
 from pd.transfer.wire.channel import MAX_MESSAGE_BYTES, Channel
 from pd.transfer.wire.greeting import greet
@@ -266,6 +266,26 @@ def test_an_owner_that_fails_loses_its_channel_only(pair, make, caplog) -> None:
     wait_until(lambda: other.channel is not None, "the other channel")
     other.channel.send(Ping(2))
     wait_until(lambda: d.messages, "the message")
+
+
+@pytest.mark.parametrize("end", ["P", "D"])
+def test_a_channel_that_cannot_be_watched_is_closed_and_the_next_one_is_read(
+    make, caplog, end
+) -> None:
+    """By the end that watches it. P tries again by itself; on D it ends before it is anybody's."""
+    p, d = make("P"), make("D")
+    limited = p if end == "P" else d
+    watch_limit(limited.hub._selector, lambda data: isinstance(data, Channel))
+    p.dial(d, "D")
+    if end == "D":
+        wait_until(lambda: p.ends, "the end")
+        assert d.channel is None
+        p.channel = None
+        p.dial(d, "D")
+    wait_until(lambda: p.channel is not None, "the channel")
+    p.channel.send(Ping(1))
+    wait_until(lambda: d.messages, "the message")
+    assert "No space left on device" in caplog.text
 
 
 def test_a_peer_that_does_not_read_is_given_up_without_blocking_anybody(make) -> None:

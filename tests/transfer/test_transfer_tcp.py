@@ -24,6 +24,7 @@ from transfer_helpers import (
     reservation,
     settled,
     wait_until,
+    watch_limit,
 )
 
 from pd.core.errors import TransferError
@@ -32,6 +33,7 @@ from pd.transfer.ranges import Block
 from pd.transfer.rooms import receiver as counted_receiver
 from pd.transfer.rooms import sender as rooms_sender
 from pd.transfer.tcp import host_buffers as tcp_staging
+from pd.transfer.tcp import inbox as tcp_inbox
 from pd.transfer.tcp import lane as tcp_lane
 from pd.transfer.tcp import link as tcp_link
 from pd.transfer.tcp.frames import DATA, HEADER, MAGIC, MAX_PAYLOAD, encode_header
@@ -203,6 +205,26 @@ def test_strangers_fill_no_log(d, caplog) -> None:
 
 
 @pytest.mark.parametrize(("room", "epoch"), [(b"x" * 16, 1), (ROOM, 2), (ROOM, 0)])
+@pytest.mark.parametrize("is_greeted", [False, True])
+def test_a_connection_that_cannot_be_watched_is_closed_and_the_next_one_is_read(
+    d, target, open_socket, caplog, is_greeted
+) -> None:
+    def concerns(data) -> bool:
+        return isinstance(data, tcp_inbox._Connection) == is_greeted
+
+    watch_limit(d._inbox._selector, concerns)
+    if is_greeted:
+        assert closed_by_peer(open_socket())
+    else:
+        with stranger(d) as refused:
+            assert closed_by_peer(refused)
+    assert "No space left on device" in caplog.text
+    receiver = d.receiver("P", ROOM, 1, PAGES, (0,), TOKENS)
+    open_socket().sendall(frame(target, Block(0, TOKENS, 0, LAYERS)))
+    wait_until(lambda: d.counters.frames == 1, "the frame")
+    receiver.abort()
+
+
 def test_unknown_rooms_and_epochs_are_discarded_and_the_connection_survives(
     d, target, open_socket, room, epoch
 ) -> None:

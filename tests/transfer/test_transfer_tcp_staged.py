@@ -12,13 +12,12 @@ from transfer_helpers import (
     hand_off,
     introduce,
     make_pool,
-    node_info,
     reservation,
     settled,
     wait_until,
+    watch_limit,
 )
 
-from pd.core.errors import TransferError
 from pd.transfer.base import TransferState
 from pd.transfer.copier import HostCopier
 from pd.transfer.tcp import host_buffers as tcp_staging
@@ -72,9 +71,11 @@ def gate(monkeypatch) -> threading.Event:
 
 
 @contextlib.contextmanager
-def pair(target, *, p_staged: bool, d_staged: bool) -> Iterator[tuple[TcpManager, TcpManager]]:
+def pair(
+    target, *, p_staged: bool, d_staged: bool, connections: int = 1
+) -> Iterator[tuple[TcpManager, TcpManager]]:
     source = make_pool(64, 4, layers=LAYERS)
-    p = TcpManager(source, "P", connections=1, staged=p_staged)
+    p = TcpManager(source, "P", connections=connections, staged=p_staged)
     d = TcpManager(target, "D", staged=d_staged)
     try:
         introduce(p, "P", d, "D", target)
@@ -100,6 +101,24 @@ def test_staged_bytes_count_when_the_copy_into_the_pool_is_over(gate, target) ->
         assert settled(receiver) is TransferState.DONE
         assert receiver.drained()
         wait_until(lambda: d.counters.frames == 6, "the last frame to be counted")
+
+
+def test_a_paused_connection_that_cannot_be_watched_again_ends_and_the_next_one_is_read(
+    gate, target
+) -> None:
+    with pair(target, p_staged=False, d_staged=True) as (p, d):
+        receiver = d.receiver("P", ROOM, 1, PAGES, (0,), TOKENS)
+        sender = p.sender("D", reservation(receiver, ROOM, 1, 0), PAGES, TOKENS)
+        sender.send(0, TOKENS, 0, LAYERS)
+        connections = d._inbox._connections
+        wait_until(lambda: any(c.paused for c in list(connections.values())), "a pause")
+        watch_limit(d._inbox._selector, lambda data: data in connections.values())
+        gate.set()
+        assert settled(receiver) is TransferState.FAILED
+        assert "No space left on device" in str(receiver.error)
+        sender.abort()
+        wait_until(lambda: not connections, "the connection to end")
+        transfer_works(p, d, target)
 
 
 def test_an_aborted_room_is_not_drained_while_a_copy_into_its_pages_is_under_way(
@@ -192,27 +211,52 @@ def returns(call) -> None:
     assert not thread.is_alive(), "the caller holds the node's lock"
 
 
-def test_no_memory_for_buffers_ends_the_rooms_of_the_link(target, monkeypatch, caplog) -> None:
-    def no_memory(pool):
-        raise RuntimeError("out of memory")
+class LackingCopier(HostCopier):
+    """Has no memory for the buffers of a link's lanes with these names."""
 
+    lacking: tuple[str, ...] = ()
+
+    def make_buffers(self, *args, **kwargs):
+        if threading.current_thread().name in LackingCopier.lacking:
+            raise RuntimeError("out of memory")
+        return super().make_buffers(*args, **kwargs)
+
+
+@pytest.fixture
+def lacking(monkeypatch) -> type[LackingCopier]:
+    monkeypatch.setattr(LackingCopier, "lacking", ("pd-tcp-lane-0",))
+    monkeypatch.setattr(tcp_staging, "copier_for", LackingCopier)
+    return LackingCopier
+
+
+def test_no_memory_for_buffers_ends_rooms_for_as_long_as_there_is_none(target, lacking) -> None:
     with pair(target, p_staged=True, d_staged=False) as (p, d):
-        p.disconnect("D")
-        monkeypatch.setattr(tcp_staging, "copier_for", no_memory)
-        p.connect(node_info("D", "decode", d, target))
-        receiver = d.receiver("P", ROOM, 1, PAGES, (0,), TOKENS)
-        with contextlib.suppress(TransferError):
-            sender = p.sender("D", reservation(receiver, ROOM, 1, 0), PAGES, TOKENS)
+        for epoch in (1, 2):
+            receiver = d.receiver("P", ROOM, epoch, PAGES, (0,), TOKENS)
+            sender = p.sender("D", reservation(receiver, ROOM, epoch, 0), PAGES, TOKENS)
+            sender.send(0, TOKENS, 0, LAYERS)
             assert settled(sender) is TransferState.FAILED
-        with pytest.raises(TransferError, match="cannot stage KV in host memory: out of memory"):
-            p.sender("D", reservation(receiver, ROOM, 1, 0), PAGES, TOKENS)
+            assert "cannot stage KV in host memory: out of memory" in str(sender.error)
+            receiver.abort()
+        lacking.lacking = ()
+        transfer_works(p, d, target)
 
 
-def transfer_works(p: TcpManager, d: TcpManager, target) -> None:
+def test_connections_with_buffers_carry_what_those_without_cannot(target, lacking) -> None:
+    lacking.lacking = ("pd-tcp-lane-0", "pd-tcp-lane-2")
+    with pair(target, p_staged=True, d_staged=False, connections=3) as (p, d):
+        lanes = p._links["D"]._lanes
+        wait_until(lambda: lanes[1].can_read, "the buffers")
+        for epoch in range(20):
+            transfer_works(p, d, target, epoch)
+        assert [lane.can_read for lane in lanes] == [False, True, False]
+
+
+def transfer_works(p: TcpManager, d: TcpManager, target, epoch: int = 99) -> None:
     """A good room, after whatever happened."""
     pages = np.array([14, 15], dtype=np.int32)
-    receiver = d.receiver("P", b"good" * 4, 99, pages, (0,), TOKENS)
-    sender = p.sender("D", reservation(receiver, b"good" * 4, 99, 0), PAGES, TOKENS)
+    receiver = d.receiver("P", b"good" * 4, epoch, pages, (0,), TOKENS)
+    sender = p.sender("D", reservation(receiver, b"good" * 4, epoch, 0), PAGES, TOKENS)
     sender.send(0, TOKENS, 0, LAYERS)
     hand_off(sender, receiver)
     assert bool((target.tokens(pages, 0, TOKENS) != -1.0).all())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import signal
@@ -21,6 +22,7 @@ from pd.transfer.base import TransferState
 
 if TYPE_CHECKING:
     import random
+    import selectors
     from collections.abc import Callable, Sequence
 
     from pd.transfer.base import IntArray, Receiver, Sender, TransferManager
@@ -139,6 +141,20 @@ def wait_until(condition: Callable[[], bool], what: str, timeout: float = 20.0) 
     while not condition():
         assert time.monotonic() < deadline, f"timed out waiting for: {what}"
         time.sleep(0.001)
+
+
+def watch_limit(selector: selectors.BaseSelector, concerns: Callable[[Any], bool]) -> None:
+    """Have a selector refuse once what is registered with data that this concerns, as under
+    ``fs.epoll.max_user_watches``."""
+    register = selector.register
+
+    def refuse_once(file: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        if not concerns(data):
+            return register(file, events, data)
+        selector.register = register  # type: ignore[method-assign]
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    selector.register = refuse_once  # type: ignore[method-assign]
 
 
 def stop_process(pid: int) -> None:

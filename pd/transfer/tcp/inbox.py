@@ -19,6 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pd.core.errors import TransferError
+from pd.core.seldom import Seldom
 from pd.core.waker import Waker
 from pd.transfer.pool_memory import CALL_BYTES
 from pd.transfer.tcp.frames import HEADER, Frame, decode_header
@@ -98,6 +99,7 @@ class TcpInbox:
         self._closing = False
         self._discard = memoryview(bytearray(1 << 20))
         self._next_log = 0.0
+        self._seldom = Seldom(logger)
         self._selector = selectors.DefaultSelector()
         self._acceptor = Acceptor(
             SERVICE,
@@ -180,9 +182,14 @@ class TcpInbox:
 
     def _welcome(self, sock: socket.socket, peer: str, origin: str) -> None:
         connection = _Connection(next(self._numbers), sock, peer, origin)
+        try:
+            self._selector.register(sock, selectors.EVENT_READ, connection)
+        except OSError as error:  # for example, the user may watch no more descriptors
+            self._seldom.warn(f"cannot read the data connection of {connection}: {error}")
+            sock.close()
+            return
         with self._lock:
             self._connections[connection.number] = connection
-        self._selector.register(sock, selectors.EVENT_READ, connection)
         if self._scatters is not None:
             try:
                 connection.buffers = self._scatters.buffers(partial(self._call_back, connection))
@@ -230,9 +237,15 @@ class TcpInbox:
     def _resume_reading(self) -> None:
         while self._resumed:
             connection = self._resumed.popleft()
-            if connection.number in self._connections:
-                connection.paused = False
+            if connection.number not in self._connections:
+                continue
+            try:
                 self._selector.register(connection.sock, selectors.EVENT_READ, connection)
+            except OSError as error:
+                self._seldom.warn(f"cannot read the data connection of {connection}: {error}")
+                self._drop(connection, error.strerror or str(error))
+                continue
+            connection.paused = False
 
     def _read(self, connection: _Connection) -> bool:
         """One read; False when it took all there is, so that the next one would be in vain. Raises

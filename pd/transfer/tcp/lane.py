@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from pd.core.errors import TransferError
 from pd.core.messages import LEASE_SECONDS
+from pd.core.seldom import Seldom
 from pd.transfer.pool_memory import in_buffer
 from pd.transfer.tcp.host_buffers import DEPTH, Gathers
 from pd.transfer.tcp.inbox import SERVICE
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 # A blocked send returns this often to see whether it should go on.
 _SLICE_SECONDS = 0.25
+# Seconds before a lane without buffers tries again to make some, while others do its work.
+_STAGE_PAUSE = 1.0
 
 
 class TcpLane:
@@ -48,6 +51,7 @@ class TcpLane:
         )
         self._backoff = 0.0
         self._gathers: Gathers | None = None
+        self._no_buffers = Seldom(logger)
         self._ahead: deque[tuple[TcpSender, Block, tuple[torch.Tensor, CopyTicket] | None]] = (
             deque()
         )
@@ -61,23 +65,40 @@ class TcpLane:
                 sock.shutdown(socket.SHUT_RDWR)
 
     def _run(self) -> None:
-        if self._memory.staged:
-            try:
-                self._gathers = Gathers(self._memory.pool)
-            except Exception as error:
-                # For example, no memory can be pinned: rooms must not wait for this lane.
-                logger.exception("cannot stage KV for %s", self._link.peer)
-                self._link.refused(PeerRefusedError(f"cannot stage KV in host memory: {error}"))
-                return
-        # Connecting before there is work saves the first room a round trip or two.
+        # Before there is work, since it saves the first room their time.
+        self._stage()
         self._connect()
         while self._ahead or self._link.wait_for_work():
+            if not self._stage():
+                continue
             # What was taken before the connection was lost is released before anything else.
             if not self._link.closed and (self._alive() or (not self._ahead and self._connect())):
                 self._take()
             if self._ahead:
                 self._send(*self._ahead.popleft())
         self._close()
+
+    @property
+    def can_read(self) -> bool:
+        """Whether the lane has what it takes to read the pool: its buffers, if the pool is
+        staged."""
+        return self._gathers is not None or not self._memory.staged
+
+    def _stage(self) -> bool:
+        """Make the buffers, unless there are some or none are needed. False if that failed; then
+        no room waits for this lane."""
+        if self.can_read:
+            return True
+        try:
+            self._gathers = Gathers(self._memory.pool)
+        except Exception as error:  # noqa: BLE001
+            # For example, no memory can be pinned.
+            self._no_buffers.warn(f"cannot stage KV for {self._link.peer}: {error!r}")
+            failure = TransferError(f"cannot stage KV in host memory: {error}")
+            if self._link.cannot_stage(failure):
+                # What is queued would wake this lane again at once.
+                time.sleep(_STAGE_PAUSE)
+        return self.can_read
 
     def _take(self) -> None:
         depth = 1 if self._gathers is None else DEPTH

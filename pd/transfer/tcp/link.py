@@ -178,6 +178,17 @@ class TcpLink:
         with self.changed:
             self._queue.fail_queued(error)
 
+    def cannot_stage(self, error: TransferError) -> bool:
+        """Leave the work of a lane without buffers to those that have some. If there are none, fail
+        the rooms with data. Returns whether there are some."""
+        with self.changed:
+            others = any(lane.can_read for lane in self._lanes)
+            if others:
+                self.changed.notify()  # the lane may have been woken in the place of another one
+            else:
+                self._queue.fail_queued(error)
+            return others
+
     def end(self, reason: str) -> None:
         """Fail all rooms and close the connections. Returns at once: while a lane still reads a
         block, :meth:`TcpSender.drained` is False."""

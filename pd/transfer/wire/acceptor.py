@@ -105,8 +105,13 @@ class Acceptor:
             return
         sock.setblocking(False)
         pending = PendingConnection(sock, f"{address[0]}:{address[1]}", self._make_greeting())
+        try:
+            self._selector.register(sock, selectors.EVENT_READ, partial(self._read, pending))
+        except OSError as error:  # for example, the user may watch no more descriptors
+            self._seldom.warn(f"cannot watch the {self._what} of {pending.origin}: {error}")
+            sock.close()
+            return
         self._pending.add(pending)
-        self._selector.register(sock, selectors.EVENT_READ, partial(self._read, pending))
         if len(self._pending) > MAX_PENDING:
             oldest = min(self._pending, key=lambda p: p.since)
             self._refuse(oldest, "too many connections wait for their greeting")

@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
+from pd.core.seldom import Seldom
 from pd.core.starvation import Patience
 from pd.core.waker import Waker
 from pd.transfer.wire.acceptor import Acceptor
@@ -58,8 +59,7 @@ class Dial:
     def _run(self) -> None:
         while not self._cancelled.wait(self._delay):
             channel = self._connect()
-            if channel is not None:
-                self._hub.adopt(channel, self._events)
+            if channel is not None and self._hub.adopt(channel, self._events):
                 return
             self._delay = longer_pause(self._delay)
 
@@ -114,6 +114,7 @@ class ChannelHub:
         self._channels: set[Channel] = set()
         self._calls: deque[Callable[[], None]] = deque()
         self._closing = False
+        self._seldom = Seldom(logger)
         self._selector = selectors.DefaultSelector()
         self._acceptor = Acceptor(
             service,
@@ -155,20 +156,30 @@ class ChannelHub:
         """The channel of a connection that was greeted. Raises OSError if it is lost."""
         return Channel(sock, peer, inbound=inbound, decoder=self._decoder, attend=self._attend)
 
-    def adopt(self, channel: Channel, events: DialEvents) -> None:
-        """Watch a channel that :class:`Dial` opened."""
+    def adopt(self, channel: Channel, events: DialEvents) -> bool:
+        """Watch a channel that :class:`Dial` opened. False if that was not possible, so that the
+        channel is closed; another try may succeed."""
+        settled = threading.Event()
+        failed = False
 
         def watch() -> None:
+            nonlocal failed
             if self._closing:
                 channel.sock.close()
-                return
-            self._watch(channel)
-            channel.events = events
-            self._guard(channel, lambda: events.opened(channel))
+            elif self._watch(channel):
+                channel.events = events
+                self._guard(channel, lambda: events.opened(channel))
+            else:
+                failed = True
+            settled.set()
 
         self.call(watch)
-        if not self._thread.is_alive():
+        # NOTE: the thread may have ended before it came to this call.
+        while self._thread.is_alive() and not settled.wait(1.0):
+            pass
+        if not settled.is_set():
             channel.sock.close()
+        return not failed
 
     def close(self) -> None:
         """Close everything but P's channels that their owners did not close: those stay open for
@@ -210,15 +221,23 @@ class ChannelHub:
             logger.info("lost the %s channel of %s: %s", self.service, peer, error)
             sock.close()
             return
-        self._watch(channel)
-        self._guard(channel, lambda: self._own(channel))
+        if self._watch(channel):
+            self._guard(channel, lambda: self._own(channel))
 
     def _own(self, channel: Channel) -> None:
         channel.events = self._accept_channel(channel)
 
-    def _watch(self, channel: Channel) -> None:
+    def _watch(self, channel: Channel) -> bool:
+        """Read a channel from now on. False if the system lets nobody watch it: it is closed, and
+        was not used."""
+        try:
+            self._selector.register(channel.sock, selectors.EVENT_READ, channel)
+        except OSError as error:  # for example, the user may watch no more descriptors
+            self._seldom.warn(f"cannot watch the {self.service} channel of {channel}: {error}")
+            channel.sock.close()
+            return False
         self._channels.add(channel)
-        self._selector.register(channel.sock, selectors.EVENT_READ, channel)
+        return True
 
     def _attend(self, channel: Channel) -> None:
         """Have the thread look at a channel that has something to write, failed or was closed."""
