@@ -37,7 +37,12 @@ class CalledFunction(TypedDict):
     """Function that was called, and its arguments."""
 
     name: str
-    arguments: Annotated[str | dict[str, object], Field(description="JSON of an object.")]
+    arguments: NotRequired[
+        Annotated[
+            str | dict[str, object] | None,
+            Field(description="JSON of an object; a text that is none counts as `{}`."),
+        ]
+    ]
 
 
 class InputCall(TypedDict):
@@ -219,17 +224,20 @@ def _read_call(call: object, path: tuple[str | int, ...]) -> dict[str, object]:
     if not isinstance(function.get("name"), str) or not function["name"]:
         raise mismatch("the name of a function", function.get("name"), *path, "function", "name")
     given = function.get("arguments")
-    arguments = given
-    if isinstance(given, str) and given.strip():
-        try:
-            arguments = msgspec.json.decode(given)
-        except (msgspec.MsgspecError, RecursionError, ValueError):
-            arguments = None
-    elif given is None or isinstance(given, str):
-        arguments = {}
-    if not isinstance(arguments, dict):
-        raise mismatch("JSON of an object", given, *path, "function", "arguments")
+    if not isinstance(given, str | dict | None):
+        raise mismatch("an object or a text", given, *path, "function", "arguments")
+    arguments = given if isinstance(given, dict) else _parsed_arguments(given or "")
     return call | {"type": "function", "function": function | {"arguments": arguments}}
+
+
+def _parsed_arguments(text: str) -> dict[str, object]:
+    """Arguments as the model wrote them. Those that are no JSON of an object are empty: a client
+    can only send back what it got, such as the call of an answer that was cut off."""
+    try:
+        arguments = msgspec.json.decode(text)
+    except (msgspec.MsgspecError, RecursionError, ValueError):
+        return {}
+    return arguments if isinstance(arguments, dict) else {}
 
 
 def _read_content(content: object, number: int) -> str:

@@ -175,6 +175,18 @@ def test_results_go_back_through_the_template(model: Scripted) -> None:
     assert f"tool {first.tool_calls[1].id}rainy<|im_end|>" in prompt
 
 
+def test_arguments_that_are_no_object_go_back_as_an_empty_one(model: Scripted) -> None:
+    """A client that sends back a call which was cut off can go on with its chat."""
+    whole = {"function": {"name": "f", "arguments": '{"a": 1}'}}
+    texts = ['{"city": "Par', "[1]", "Paris", "", " ", '"{}"', "[" * 5000]
+    for number, text in enumerate(texts, 1):
+        broken = {"function": {"name": "g", "arguments": text}}
+        turn = {"role": "assistant", "tool_calls": [whole, broken]}
+        model.ask("Sorry.", messages=[*ASKED, turn, *ASKED])
+        assert '{"name": "f", "arguments": {"a": 1}}' in model.prompt(number)
+        assert '{"name": "g", "arguments": {}}' in model.prompt(number), text
+
+
 def test_an_answer_that_is_cut_off_ends_with_length(model: Scripted) -> None:
     for limit in range(1, len(TOKENS.encode(BOTH).ids)):
         choice = model.ask(BOTH, max_tokens=limit).choices[0]
@@ -451,8 +463,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"parallel_tool_calls": 1}, "parallel_tool_calls must be a boolean"),
     ({"tools": [with_schema(**{"not": {}})], "tool_choice": "required"}, "'not'"),
     ({"tools": [strict(with_schema(**{"not": {}}))]}, "tools[0].function.parameters: the keyword"),
-    (call(arguments='{"a": '), "arguments must be JSON of an object"),
-    (call(arguments="[1]"), "messages[1].tool_calls[0].function.arguments"),
+    (call(arguments=[1]), "messages[1].tool_calls[0].function.arguments must be an object or a"),
+    (call(arguments=5), "messages[1].tool_calls[0].function.arguments must be an object or a"),
     (call(name=5, arguments="{}"), "messages[1].tool_calls[0].function.name"),
     (call(arguments=" " * (1 << 21)), "characters of arguments"),
     ({"messages": [*ASKED, {"role": "assistant", "tool_calls": {}}]}, "a list of calls"),
