@@ -213,7 +213,21 @@ BAD_REQUESTS: list[tuple[tuple[str, Any], str, str | None]] = [
     (chat(messages=[{"role": "", "content": "x"}]), "1 to 64 characters", "messages[0].role"),
     (chat(messages=[{"role": 5, "content": "x"}]), "1 to 64 characters", "messages[0].role"),
     (chat(messages=[{"content": "x"}]), "messages[0].role", "messages[0].role"),
-    (chat(messages=[{"role": "user"}]), "messages[0].content", "messages[0].content"),
+    (
+        chat(messages=[{"role": "user", "content": [{"type": "text"}]}]),
+        "may contain only parts like",
+        "messages[0].content",
+    ),
+    (
+        chat(messages=[{"role": "user", "content": [{"type": "text", "text": 5}]}]),
+        "may contain only parts like",
+        "messages[0].content",
+    ),
+    (
+        chat(messages=[{"role": "user", "content": [{"type": ["text"], "text": "a"}]}]),
+        "may contain only parts like",
+        "messages[0].content",
+    ),
     (chat(messages=[{"role": "user", "content": 5}]), "not 5", "messages[0].content"),
     (
         chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]),

@@ -226,6 +226,26 @@ def test_roles_and_parts_that_templates_know(cluster: Cluster) -> None:
     assert "<critic>a\nb\nc</critic>" in prompt_of(prefill)
 
 
+def test_parts_of_other_apis_are_text(cluster: Cluster) -> None:
+    prefill, _ = cluster.pair(says("x"))
+    content = [
+        {"type": "output_text", "text": "a", "annotations": []},
+        {"type": "text", "text": None},
+        {"type": "refusal", "refusal": "b"},
+    ]
+    chat(cluster.client(), messages=[{"role": "user", "content": content}])
+    assert "<user>a\nb</user>" in prompt_of(prefill)
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool", "critic"])
+def test_a_content_that_is_null_or_absent_is_empty(cluster: Cluster, role: str) -> None:
+    prefill, _ = cluster.pair(says("x"))
+    client = cluster.client()
+    for number, message in enumerate(({"role": role, "content": None}, {"role": role}), 1):
+        chat(client, messages=[*HELLO, message])
+        assert f"<user>hello</user><{role}></{role}>" in prompt_of(prefill, number)
+
+
 def test_models_are_known_by_their_directory_too(cluster: Cluster) -> None:
     cluster.pair(says("x"), model_path="/models/m")
     client = cluster.client()

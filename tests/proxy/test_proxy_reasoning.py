@@ -193,6 +193,34 @@ def test_earlier_reasoning_goes_to_the_template(model: Scripted) -> None:
         assert "<think>\nI think\n</think>\n\nNo.<|im_end|>" in model.prompt(number)
 
 
+def test_so_do_parts_with_reasoning(model: Scripted) -> None:
+    content = [
+        {"type": "thinking", "thinking": "I think", "signature": "x"},
+        {"type": "redacted_thinking", "data": "secret"},
+        {"type": "reasoning", "reasoning": "so"},
+        {"type": "thinking", "thinking": None},
+        {"type": "text", "text": "No."},
+    ]
+    messages = [*ASKED, {"role": "assistant", "content": content}, *ASKED]
+    ask(model, "Yes.", messages=messages)
+    assert "<think>\nI think\nso\n</think>\n\nNo.<|im_end|>" in model.prompt()
+    assert "secret" not in model.prompt()
+    # The field goes before parts.
+    messages[1]["reasoning"] = "Hm"
+    ask(model, "Yes.", messages=messages)
+    assert "<think>\nHm\n</think>\n\nNo.<|im_end|>" in model.prompt(2)
+
+
+def test_parts_with_reasoning_are_the_assistants(model: Scripted) -> None:
+    for part in (
+        {"type": "thinking", "thinking": "a"},
+        {"type": "reasoning", "reasoning": "a"},
+        {"type": "redacted_thinking", "data": "a"},
+    ):
+        text = model.refused(messages=[{"role": "user", "content": [part]}])
+        assert "messages[0].content may contain only parts like" in text
+
+
 def test_the_effort_is_a_variable_of_the_template() -> None:
     body = b'{"messages": [{"role": "user", "content": "x"}], "reasoning_effort": "low"}'
     variables = ChatRequest.parse(body).template_variables
