@@ -349,6 +349,27 @@ def test_a_function_that_is_too_large_is_named(model: Scripted) -> None:
     assert refused.value.param == "tools"
 
 
+@pytest.mark.parametrize("missing", [{}, {"type": None}])
+def test_the_type_of_a_tool_may_be_left_out(model: Scripted, missing: dict[str, Any]) -> None:
+    """The template sees it all the same."""
+    weather = {"function": WEATHER["function"]} | missing
+    choice = {"function": {"name": "get_weather"}} | missing
+    answer = model.ask(BOTH, tools=[weather], tool_choice=choice)
+    assert calls_of(answer.choices[0].message) == CITIES[:1]
+    assert json.dumps(WEATHER) in model.prompt()
+
+
+def test_properties_that_are_null_are_none(model: Scripted) -> None:
+    tool = with_schema(type="object", properties=None, additionalProperties=False)
+    text = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    answer = model.ask(text, tools=[tool], tool_choice="required", extra_body=NO_THINKING)
+    assert calls_of(answer.choices[0].message) == [("f", {})]
+    shown = with_schema(type="object", additionalProperties=False)
+    assert json.dumps(shown) in model.prompt()
+    schema = model.structural_tag()["tags"][0]["content"]["json_schema"]
+    assert schema.get("properties", {}) == {}
+
+
 def test_strict_functions_are_constrained_where_the_model_chooses(model: Scripted) -> None:
     model.ask(BOTH, tools=[strict(WEATHER), CLOCK], extra_body=NO_THINKING)
     found = model.structural_tag()
@@ -448,6 +469,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [5]}, "tools[0] must be an object"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type must be 'function'"),
     ({"tools": [{"type": "function"}]}, "tools[0].function must be an object"),
+    ({"tools": [{}]}, "tools[0].function must be an object"),
     ({"tools": [named("a b")]}, "tools[0].function.name must be 1 to 64 letters"),
     ({"tools": [named("a" * 65)]}, "tools[0].function.name"),
     ({"tools": [CLOCK, CLOCK]}, "tools[1].function.name is 'clock' for a second time"),
@@ -457,6 +479,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [with_schema(properties=[])]}, "parameters must be a schema"),
     ({"tool_choice": "maybe"}, "tool_choice must be 'none'"),
     ({"tool_choice": {"type": "function"}}, "tool_choice must be"),
+    ({"tool_choice": {}}, "tool_choice must be"),
+    ({"tool_choice": named("f") | {"type": "tool"}}, "tool_choice must be"),
     ({"tool_choice": named("zzz")}, "'zzz'"),
     ({"tool_choice": "required", "tools": []}, "tool_choice needs a list of tools"),
     ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
