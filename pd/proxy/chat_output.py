@@ -40,6 +40,7 @@ class OutputPlan(NamedTuple):
         new_parser: makes the parser of one answer; None where all of it is content.
         calls_end: an answer that ends after calls ends because of them (``tool_calls``).
         reasoning: how clients get it.
+        reasons: a reasoning parser is in force, even if this answer begins behind the reasoning.
     """
 
     grammar: Grammar | None
@@ -48,6 +49,7 @@ class OutputPlan(NamedTuple):
     new_parser: Callable[[], OutputParser] | None = None
     calls_end: bool = True
     reasoning: ReasoningForm = "streamed"
+    reasons: bool = False
 
 
 def plan_output(asked: ChatRequest, text: TextModel, prompt: RenderedChat) -> OutputPlan:
@@ -55,6 +57,7 @@ def plan_output(asked: ChatRequest, text: TextModel, prompt: RenderedChat) -> Ou
     template = text.template(with_tools=asked.tools is not None)
     family = _family(asked, text, template)
     reasoning, stage = text.reasoning_tags(template), _BEHIND
+    reasons = reasoning is not None
     if reasoning is not None:
         stage = reasoning.stage(prompt.tail, _continued(asked))
     if stage == _BEHIND:
@@ -74,6 +77,7 @@ def plan_output(asked: ChatRequest, text: TextModel, prompt: RenderedChat) -> Ou
         else None,
         calls_end=asked.choice.name is None,
         reasoning=_reasoning_form(asked),
+        reasons=reasons,
     )
 
 

@@ -14,7 +14,7 @@ from pd.core.errors import InvalidRequestError
 from pd.proxy.chat_answer import ChatAnswer
 from pd.proxy.chat_output import OutputPlan
 from pd.proxy.chat_template import MAX_PROMPT_CHARACTERS, ChatTemplate
-from pd.proxy.generation import Delta
+from pd.proxy.generation import Delta, FinishReason
 from pd.proxy.grammar_fields import GrammarFields
 from pd.proxy.reasoning import ReasoningParser, ReasoningTags, reasoning_tags
 from pd.proxy.requests.chat import ChatRequest
@@ -85,6 +85,31 @@ class TestReasoningIsSplitOff:
 
     def test_reasoning_that_does_not_end(self, model: Scripted, stream: bool) -> None:
         assert ask(model, "<think>hm </thi", stream=stream) == ("hm </thi", "")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"extra_body": NO_THINKING}, {"extra_body": {"separate_reasoning": False}}, {"tools": []}],
+)
+@pytest.mark.parametrize("text", [THOUGHT, "Yes.", "<think>hm", "", f"<think>hm</think>{BOTH}"])
+def test_every_delta_names_reasoning(model: Scripted, text: str, options: dict[str, Any]) -> None:
+    """Loops as DeepSeek's documentation has them read it of each, and then its content."""
+    chunks = list(model.ask(text, stream=True, **options))
+    deltas = [chunk.choices[0].delta.model_dump(exclude_unset=True) for chunk in chunks]
+    for delta in deltas:
+        assert "reasoning_content" in delta
+        shown = [delta.get(name) is not None for name in ("reasoning_content", "content")]
+        assert sum(shown) == (0 if "tool_calls" in delta else 1), delta
+
+
+def test_the_deltas_without_and_with_a_parser() -> None:
+    part, end = Delta("a", [], [], None, first=False, total=0, pieces=0), FinishReason("stop")
+    deltas = [part, part._replace(text=""), part._replace(text="", finish=end)]
+    plan = OutputPlan(None, GrammarFields.of("response_format"))
+    told = [ChatAnswer(plan).deltas(delta) for delta in deltas]
+    assert told == [[{"content": "a"}], [{"content": ""}], [{"reasoning_content": None}]]
+    told = [ChatAnswer(plan._replace(reasons=True)).deltas(delta) for delta in deltas]
+    assert told == [[{"content": text, "reasoning_content": None}] for text in ("a", "", "")]
 
 
 @pytest.mark.parametrize("text", [THOUGHT, "<think>hm </thi", f"<think>hm</think>{BOTH}"])
