@@ -20,7 +20,7 @@ class ChatAnswer:
         self._calls = 0
         self._reasoning = plan.reasoning
         # Clients of models that reason read this field of every delta.
-        self._beside: dict[str, Any] = {"reasoning_content": None} if plan.reasons else {}
+        self._beside: dict[str, Any] = {"reasoning_content": None} if plan.start else {}
         self._held: list[str] = []
 
     @property

@@ -81,6 +81,7 @@ def _prepare(asked: ChatRequest, rid: str, model: ModelView) -> tuple[Spec, Outp
         skip_special_tokens=asked.skip_special_tokens,
         kept_special_tokens=plan.kept,
         shows_stop=asked.include_stop_str_in_output,
+        reasoning=plan.start,
     )
     TokenCount().add(spec, model.limits.context_length)
     return spec, plan
@@ -121,7 +122,7 @@ class _ChatRenderer:
     def events(self, choice: Choice, delta: Delta) -> Iterable[object]:
         if delta.first:
             # This chunk has none of the answer's tokens.
-            self._usage.count(choice, delta._replace(token_ids=[]))
+            self._usage.count(choice, delta._replace(token_ids=[], total=0))
             opening = {"role": "assistant", "content": self._echoed, "reasoning_content": None}
             chunk = self._chunk({"index": choice.index, "delta": opening} | _open())
             yield chunk | self._prompt_ids()

@@ -32,6 +32,18 @@ class PromptTokensDetails(TypedDict):
     cached_tokens: Annotated[int, Field(description="Tokens from the prefill node's cache.")]
 
 
+class CompletionTokensDetails(TypedDict):
+    """Parts of the answers."""
+
+    reasoning_tokens: Annotated[
+        int,
+        Field(
+            description="Tokens up to the end of the reasoning, with its closing tag; all tokens "
+            "of an answer that does not close it, 0 of one that does not reason."
+        ),
+    ]
+
+
 class Usage(TypedDict):
     """Tokens of all prompts and choices; a prompt counts once however many choices it has."""
 
@@ -39,6 +51,15 @@ class Usage(TypedDict):
     completion_tokens: Annotated[int, Field(description="With the token that ended the answer.")]
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: NotRequired[
+        Annotated[
+            CompletionTokensDetails,
+            Field(description="In chats, where a reasoning parser is in force."),
+        ]
+    ]
+    reasoning_tokens: NotRequired[
+        Annotated[int, Field(description="The same as in `completion_tokens_details`.")]
+    ]
 
 
 StopReason = Annotated[

@@ -138,7 +138,7 @@ def read_tools(value: object) -> Tools | None:
     return Tools(functions, shown) if functions else None
 
 
-def _completed(tool: object) -> object:
+def _completed(tool: Any) -> Any:
     """A tool with what clients may leave out, as templates expect it: its type is there, and
     ``properties`` of its parameters are absent rather than null."""
     if not isinstance(tool, dict):
