@@ -408,6 +408,41 @@ class ModelInfo(TypedDict):
     has_audio_understanding: bool
 
 
+class InternalState(TypedDict):
+    """Measured values, under SGLang's names."""
+
+    last_gen_throughput: Annotated[
+        float,
+        Field(description="Generated tokens per second since this was asked last, or the start."),
+    ]
+    avg_spec_accept_length: Annotated[
+        None, Field(description="Nodes have it, as metrics of speculative decoding.")
+    ]
+
+
+class ServerFacts(TypedDict):
+    """Facts about the deployment of the first model, under SGLang's names."""
+
+    version: str
+    model_path: str
+    tokenizer_path: str
+    served_model_name: str
+    context_length: int
+    page_size: Annotated[
+        int, Field(description="Tokens of a page: of nodes that differ the least.")
+    ]
+    max_total_num_tokens: Annotated[
+        int, Field(description="Tokens whose KV the nodes that generate hold together.")
+    ]
+    internal_states: list[InternalState]
+
+
+class ServerLoad(TypedDict):
+    """The load."""
+
+    server_load: Annotated[int, Field(description="Requests under way.")]
+
+
 class ModelCard(TypedDict):
     """A served model."""
 

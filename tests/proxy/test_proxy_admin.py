@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from fake_node import wait_until
+from proxy_cluster import wait_for_all
 from proxy_tokenizers import byte_level
 
 from pd import __version__
@@ -65,6 +66,83 @@ def test_what_sglangs_and_vllms_tools_ask(cluster: Cluster) -> None:
     # Both nodes took part.
     (asked,) = cluster.decode[0].generates
     assert asked.params.max_tokens == 2
+
+
+def test_server_info_is_what_sglangs_benchmark_reads(cluster: Cluster) -> None:
+    nodes = cluster.pair(model_path="/models/m")
+    cluster.node("decode", model_path="/models/m")
+    client = cluster.client(text=False, api_key="s3cret", served_model_name="nice-name")
+    wait_for_all(client)
+    key = {"Authorization": "Bearer s3cret"}
+    assert client.get("/server_info").status_code == 401
+    wait_until(lambda: client.get("/server_info", headers=key).json()["max_total_num_tokens"] > 400)
+    asked = {"input_ids": [5], "sampling_params": {"max_new_tokens": 6, "ignore_eos": True}}
+    assert client.post("/generate", json=asked, headers=key).status_code == 200
+    for path in ("/server_info", "/get_server_info"):
+        found = client.get(path, headers=key).json()
+        (state,) = found.pop("internal_states")
+        assert state["last_gen_throughput"] >= 0.0
+        assert state["avg_spec_accept_length"] is None
+        info = nodes[1].server_info()
+        assert found == {
+            "version": __version__,
+            "model_path": "/models/m",
+            "tokenizer_path": "/models/m",
+            "served_model_name": "nice-name",
+            "context_length": 200,
+            "page_size": info["page_size"],
+            "max_total_num_tokens": 2 * info["page_size"] * info["pages"]["total"],
+        }
+
+
+def test_server_info_before_a_node_generates_is_of_those_that_are_there(cluster: Cluster) -> None:
+    client = cluster.client(text=False, wait_ready=0)
+    assert client.get("/server_info").status_code == 503
+    cluster.node("prefill")
+    client = cluster.client(text=False, wait_ready=0.5)
+    wait_until(lambda: client.get("/server_info").status_code == 200)
+    assert client.get("/server_info").json()["max_total_num_tokens"] == 400
+
+
+def test_load_is_the_number_of_requests_under_way(cluster: Cluster) -> None:
+    node = cluster.node("unified", auto=False)
+    client = cluster.client(text=False, api_key="s3cret")
+    key = {"Authorization": "Bearer s3cret"}
+    assert client.get("/load").status_code == 401
+
+    def load() -> Any:
+        return client.get("/load", headers=key).json()
+
+    assert load() == {"server_load": 0}
+    with ThreadPoolExecutor(2) as pool:
+        asked = [
+            pool.submit(client.post, "/generate", json={"input_ids": [5]}, headers=key)
+            for _ in range(2)
+        ]
+        wait_until(lambda: len(node.generates) == 2)
+        assert load() == {"server_load": 2}
+        for request in node.generates:
+            node.say(request, [40], cached_tokens=0, finish=Finish("length"))
+        assert all(each.result(20).status_code == 200 for each in asked)
+    wait_until(lambda: load() == {"server_load": 0})
+
+
+@pytest.mark.one_process("changes a constant of a running proxy")
+def test_throughput_is_of_the_time_since_it_was_asked(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pd.proxy.compat_api._LEAST_SECONDS", 60.0)
+    cluster.pair()
+    client = cluster.client(text=False)
+
+    def throughput() -> Any:
+        return client.get("/server_info").json()["internal_states"][0]["last_gen_throughput"]
+
+    throughput()
+    asked = {"input_ids": [5], "sampling_params": {"max_new_tokens": 6, "ignore_eos": True}}
+    client.post("/generate", json=asked)
+    assert throughput() == 0.1
+    assert throughput() == 0.0
 
 
 @pytest.mark.one_process("changes a constant of a running proxy")

@@ -305,7 +305,16 @@ def test_errors_are_as_described(client: httpx.Client, document: dict[str, Any])
 
 
 @pytest.mark.parametrize(
-    "path", ["/health", "/version", "/get_model_info", "/v1/models", "/workers"]
+    "path",
+    [
+        "/health",
+        "/version",
+        "/get_model_info",
+        "/server_info",
+        "/load",
+        "/v1/models",
+        "/workers",
+    ],
 )
 def test_facts_are_as_described(client: httpx.Client, document: dict[str, Any], path: str) -> None:
     response = document["paths"][path]["get"]["responses"]["200"]
