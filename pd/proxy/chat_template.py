@@ -27,12 +27,13 @@ _MAX_REFUSAL_CHARACTERS = 500
 # Characters of a rendered prompt. A template is given at most a request's body, and its loops have
 # no more rounds than what it is given has members, or jinja2's sandbox lets a range have (100,000).
 MAX_PROMPT_CHARACTERS = 64 << 20
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+CONFIG_FILE = "tokenizer_config.json"
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
 # Variables that no client may set: those that rendering sets.
 RESERVED_VARIABLES = frozenset(
-    (*_SPECIAL_TOKENS, "messages", "tools", "add_generation_prompt", "continue_final_message")
+    (*SPECIAL_TOKENS, "messages", "tools", "add_generation_prompt", "continue_final_message")
 ) | {"raise_exception", "strftime_now"}
 
 
@@ -164,15 +165,27 @@ def _cut(text: str, content: str, mark: str) -> str:
     return begin[: len(begin) - len(content.lstrip()) + len(content.strip())]
 
 
-def load_templates(directory: Path) -> dict[str, ChatTemplate]:
-    """Templates by name (``default`` is the usual one); empty if the directory has none."""
-    path = directory / "tokenizer_config.json"
-    config: dict[str, Any] = {}
-    if path.is_file():
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise UsageError(f"cannot read {path}: {error}") from error
+def read_config(directory: Path) -> dict[str, Any]:
+    """The settings of a directory's tokenizer; empty if it has none. Raises UsageError."""
+    path = directory / CONFIG_FILE
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UsageError(f"cannot read {path}: {error}") from error
+    if not isinstance(config, dict):
+        raise UsageError(f"cannot read {path}: it must hold an object")
+    return config
+
+
+def load_templates(directory: Path, config: dict[str, Any]) -> dict[str, ChatTemplate]:
+    """Templates by name (``default`` is the usual one); empty if the directory has none.
+
+    ``config``: see :func:`read_config`.
+
+    Raises UsageError for one that does not compile.
+    """
     sources: dict[str, str] = {}
     inline = config.get("chat_template")
     if isinstance(inline, str):
@@ -181,6 +194,7 @@ def load_templates(directory: Path) -> dict[str, ChatTemplate]:
         try:
             sources.update({entry["name"]: entry["template"] for entry in inline})
         except (KeyError, TypeError):
+            path = directory / CONFIG_FILE
             raise UsageError(f"{path}: chat_template must list names and templates") from None
     # A separate file is where transformers saves a template now, so it is the newer one.
     file = directory / "chat_template.jinja"
@@ -188,13 +202,14 @@ def load_templates(directory: Path) -> dict[str, ChatTemplate]:
         sources["default"] = file.read_text(encoding="utf-8")
     for extra in sorted(directory.glob("additional_chat_templates/*.jinja")):
         sources[extra.stem] = extra.read_text(encoding="utf-8")
-    tokens = _special_tokens(config)
+    tokens = special_tokens(config)
     return {name: ChatTemplate(source, tokens) for name, source in sources.items()}
 
 
-def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+def special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """Texts of the special tokens that a tokenizer's settings name."""
     found = {}
-    for name in _SPECIAL_TOKENS:
+    for name in SPECIAL_TOKENS:
         token = config.get(name)
         if isinstance(token, dict):
             token = token.get("content")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, NotRequired
 
-from pydantic import Field
+from pydantic import ConfigDict, Field, with_config
 from typing_extensions import TypedDict
 
 # [log probability (null for the first token of a prompt), token id, text]
@@ -369,6 +369,21 @@ class DetokenizeResult(TypedDict):
 
     prompt: str | list[str]
     text: str | list[str]
+
+
+@with_config(ConfigDict(extra="allow"))
+class TokenizerFacts(TypedDict):
+    """Facts about a tokenizer. Further fields are settings of its `tokenizer_config.json` that are
+    no lists and no objects."""
+
+    tokenizer_class: str
+    bos_token: str | None
+    eos_token: str | None
+    unk_token: str | None
+    pad_token: str | None
+    sep_token: str | None
+    cls_token: str | None
+    chat_template: Annotated[str | None, Field(description="Null if the model has none.")]
 
 
 class AbortResult(TypedDict):

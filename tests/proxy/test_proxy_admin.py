@@ -25,6 +25,7 @@ from pd.core.errors import SetupError, UsageError
 from pd.core.messages import Finish
 from pd.proxy.config import ProxyConfig
 from pd.proxy.server import Proxy, ProxyThread, bind
+from pd.proxy.tokenizer_info import tokenizer_info
 
 if TYPE_CHECKING:
     from proxy_cluster import Cluster
@@ -233,6 +234,63 @@ def test_tokenize_and_detokenize_are_inverse(cluster: Cluster) -> None:
     assert client.post("/detokenize", json={"tokens": []}).json()["text"] == ""
     raw = {"tokens": [0], "skip_special_tokens": False}
     assert client.post("/detokenize", json=raw).json()["text"] == "<s>"
+
+
+def test_tokenizer_info_has_what_renders_a_chat(cluster: Cluster, tmp_path: Path) -> None:
+    settings = {
+        "chat_template": "{{ eos_token }}",
+        "eos_token": {"content": "</s>", "lstrip": False},
+        "bos_token": "<s>",
+        "added_tokens_decoder": {"0": {"content": "<s>"}},
+        "additional_special_tokens": ["<s>"],
+        "model_max_length": 1000000000000000019884624838656,
+        "add_bos_token": True,
+        "padding_side": None,
+        "scale": 0.5,
+        "name_or_path": "/home/somebody/model",
+        "vocab_file": "/home/somebody/vocab",
+        "long": "x" * 10_000,
+        "huge": 10**400,
+        "none": float("nan"),
+    }
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    cluster.pair()
+    client = cluster.client(tokenizer=str(tmp_path), api_key="s3cret")
+    assert client.get("/tokenizer_info").status_code == 401
+    answer = client.get("/tokenizer_info", headers={"Authorization": "Bearer s3cret"})
+    assert answer.json() == {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": "{{ eos_token }}",
+        "eos_token": "</s>",
+        "bos_token": "<s>",
+        "unk_token": None,
+        "pad_token": None,
+        "sep_token": None,
+        "cls_token": None,
+        "model_max_length": 1e30,
+        "add_bos_token": True,
+        "padding_side": None,
+        "scale": 0.5,
+    }
+
+
+def test_tokenizer_info_is_bounded() -> None:
+    settings = {f"setting {number}": number for number in range(1000)}
+    info = tokenizer_info(settings | {"tokenizer_class": 5}, {"eos_token": "e"}, None)
+    assert (info["eos_token"], info["tokenizer_class"]) == ("e", "PreTrainedTokenizerFast")
+    assert len(info) < 300
+    assert tokenizer_info({"tokenizer_class": "X"}, {}, "t") == {
+        "tokenizer_class": "X",
+        "chat_template": "t",
+    }
+
+
+def test_a_proxy_without_a_tokenizer_has_no_tokenizer_info(cluster: Cluster) -> None:
+    cluster.pair()
+    answer = cluster.client(text=False).get("/tokenizer_info")
+    assert answer.status_code == 404
+    assert "--tokenizer" in answer.json()["error"]["message"]
 
 
 def test_the_nodes_model_directory_is_the_default_tokenizer(cluster: Cluster) -> None:

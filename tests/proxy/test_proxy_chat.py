@@ -13,7 +13,7 @@ from proxy_cluster import read_events
 from proxy_tokenizers import byte_level
 
 from pd.core.errors import InvalidRequestError, UsageError
-from pd.proxy.chat_template import ChatTemplate, load_templates
+from pd.proxy.chat_template import ChatTemplate, load_templates, read_config
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -219,20 +219,20 @@ class TestTemplates:
         assert time.thread_time() - began < 0.25
 
     def test_templates_come_from_the_config_or_a_file(self, tmp_path: Path) -> None:
-        assert load_templates(tmp_path) == {}
+        assert load_templates(tmp_path, read_config(tmp_path)) == {}
         named = [
             {"name": "default", "template": "{{ eos_token }}1"},
             {"name": "tool_use", "template": "2"},
         ]
         config = {"chat_template": named, "eos_token": {"content": "</s>"}}
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-        templates = load_templates(tmp_path)
+        templates = load_templates(tmp_path, read_config(tmp_path))
         assert {name: t.render(HELLO) for name, t in templates.items()} == {
             "default": "</s>1",
             "tool_use": "2",
         }
         (tmp_path / "chat_template.jinja").write_text("3")
-        assert load_templates(tmp_path)["default"].render(HELLO) == "3"
+        assert load_templates(tmp_path, read_config(tmp_path))["default"].render(HELLO) == "3"
 
     def test_a_model_without_one_points_to_completions(
         self, cluster: Cluster, tmp_path: Path

@@ -312,6 +312,7 @@ def test_errors_are_as_described(client: httpx.Client, document: dict[str, Any])
         "/get_model_info",
         "/server_info",
         "/load",
+        "/tokenizer_info",
         "/v1/models",
         "/workers",
     ],
