@@ -173,6 +173,7 @@ def _endpoints(service: Service, admin: AdminAPI, compat: CompatAPI) -> list[_En
             for_admins=True,
         ),
         endpoint("POST", "/flush_cache", admin.flush_cache, FlushResult, for_admins=True),
+        endpoint("POST", "/reset_prefix_cache", admin.flush_cache, FlushResult, for_admins=True),
     ]
 
 

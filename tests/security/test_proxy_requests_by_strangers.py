@@ -27,6 +27,7 @@ ADMIN = [
     ("POST", "/workers", {"role": "decode", "url": "http://127.0.0.1:9"}),
     ("DELETE", "/workers/127.0.0.1:9", None),
     ("POST", "/flush_cache", None),
+    ("POST", "/reset_prefix_cache", None),
     ("POST", "/abort_request", {"abort_all": True}),
 ]
 
