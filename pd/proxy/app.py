@@ -20,6 +20,7 @@ from pd.proxy.chat_api import ChatAPI
 from pd.proxy.completions_api import CompletionsAPI
 from pd.proxy.description import add_description, answers
 from pd.proxy.generate_api import GenerateAPI
+from pd.proxy.invocations_api import InvocationsAPI
 from pd.proxy.responses import (
     AbortResult,
     ChatChunk,
@@ -28,6 +29,8 @@ from pd.proxy.responses import (
     CompletionChunk,
     DetokenizeResult,
     FlushResult,
+    InvocationAnswer,
+    InvocationEvent,
     ModelCard,
     ModelInfo,
     ModelList,
@@ -130,11 +133,12 @@ class _Endpoint(NamedTuple):
 def _endpoints(service: Service, admin: AdminAPI, compat: CompatAPI) -> list[_Endpoint]:
     tokens, endpoint = TokensAPI(service), _Endpoint
     completions, chat = CompletionsAPI(service), ChatAPI(service)
-    native = GenerateAPI(service)
+    native, invocations = GenerateAPI(service), InvocationsAPI(chat, completions)
     # The routes that are asked for most come first, since they are tried one after the other.
     return [
         endpoint("POST", "/v1/chat/completions", chat.handle, ChatCompletion, ChatChunk),
         endpoint("POST", "/v1/completions", completions.handle, Completion, CompletionChunk),
+        endpoint("POST", "/invocations", invocations.handle, InvocationAnswer, InvocationEvent),
         endpoint("POST", "/generate", native.handle, NativeAnswer, NativeResult),
         endpoint("GET", "/v1/models", admin.models, ModelList),
         endpoint("GET", "/v1/models/{model:path}", admin.model, ModelCard),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal, NotRequired
 
 from pydantic import ConfigDict, Field, with_config
-from typing_extensions import TypedDict
+from typing_extensions import TypeAliasType, TypedDict
 
 # [log probability (null for the first token of a prompt), token id, text]
 LogprobTriple = tuple[float | None, int, str]
@@ -270,6 +270,10 @@ class ChatChunk(ChatHead):
     choices: list[ChatChunkChoice]
     usage: NotRequired[Usage | None]
     prompt_token_ids: NotRequired[list[int]]
+
+
+InvocationAnswer = ChatCompletion | Completion
+InvocationEvent = TypeAliasType("InvocationEvent", ChatChunk | CompletionChunk)
 
 
 class NativeFinish(TypedDict):

@@ -246,6 +246,38 @@ def test_a_content_that_is_null_or_absent_is_empty(cluster: Cluster, role: str) 
         assert f"<user>hello</user><{role}></{role}>" in prompt_of(prefill, number)
 
 
+def test_invocations_are_chats_or_completions_by_their_bodies(cluster: Cluster) -> None:
+    cluster.pair(says("hello world"))
+    client = cluster.client(api_key="s3cret")
+    assert client.post("/invocations", json={"prompt": "a"}).status_code == 401
+    client.headers["Authorization"] = "Bearer s3cret"
+
+    def asked(**body: Any) -> Any:
+        return client.post("/invocations", json=body)
+
+    completed = asked(prompt="a", max_tokens=50).json()
+    assert (completed["object"], completed["choices"][0]["text"]) == (
+        "text_completion",
+        "hello world",
+    )
+    chatted = asked(messages=HELLO, prompt=None).json()
+    assert chatted["object"] == "chat.completion"
+    assert chatted["choices"][0]["message"]["content"] == "hello world"
+    body = {"messages": HELLO, "stream": True}
+    with client.stream("POST", "/invocations", json=body) as response:
+        *chunks, done = read_events(response)
+    assert done == "DONE"
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    for wrong, param in (
+        ({}, "messages"),
+        ({"prompt": ""}, "prompt"),
+        ({"messages": HELLO, "prompt": "a"}, "prompt"),
+        ({"messages": HELLO, "n": 0}, "n"),
+    ):
+        answer = asked(**wrong)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
 def test_models_are_known_by_their_directory_too(cluster: Cluster) -> None:
     cluster.pair(says("x"), model_path="/models/m")
     client = cluster.client()
