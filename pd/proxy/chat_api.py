@@ -113,7 +113,7 @@ class _ChatRenderer:
     def size(self, choice: Choice, delta: Delta) -> int:
         params = choice.generation.spec.params
         size = logprobs.size(len(delta.logprobs), params.top_logprobs) + len(delta.text)
-        if delta.first and self._options.return_token_ids:
+        if delta.first and self._options.return_prompt_ids:
             size += openai_common.TOKEN_ID_BYTES * len(choice.generation.spec.token_ids)
         if delta.first and self._options.prompt_logprobs is not None:
             size += logprobs.size(len(choice.generation.prompt_logprobs), params.top_logprobs)
@@ -161,7 +161,7 @@ class _ChatRenderer:
         return answer
 
     def _prompt_ids(self) -> dict[str, Any]:
-        if not self._options.return_token_ids:
+        if not self._options.return_prompt_ids:
             return {}
         return {"prompt_token_ids": self._job.generations[0].spec.token_ids.tolist()}
 

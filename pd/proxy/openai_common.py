@@ -59,6 +59,7 @@ class AnswerOptions(NamedTuple):
     include_usage: bool
     continuous_usage: bool
     return_token_ids: bool
+    return_prompt_ids: bool
     tokens_as_ids: bool
     top_tokens: int | None
     prompt_logprobs: int | None
@@ -75,6 +76,7 @@ class AnswerOptions(NamedTuple):
             asked.include_usage,
             asked.continuous_usage,
             asked.return_token_ids,
+            asked.shows_prompt_ids,
             asked.return_tokens_as_token_ids,
             asked.top_tokens,
             asked.prompt_logprobs,

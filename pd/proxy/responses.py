@@ -151,6 +151,7 @@ class LikelyToken(TypedDict):
     """A token and its log probability."""
 
     token: str
+    token_id: int
     logprob: float | None
     bytes: list[int] | None
 

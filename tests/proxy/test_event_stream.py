@@ -88,6 +88,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "usage so far": {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
     "log probabilities": {"logprobs": 1},
     "token ids": {"return_token_ids": True},
+    "token ids of the prompt": {"return_prompt_token_ids": True},
     "stop strings": {"stop": ["jumps", "\u2028 x"]},
     "echo": {"echo": True},
     "a name": {"rid": 'a "name" \u2028 {}'},
@@ -129,6 +130,8 @@ def test_every_option_of_a_stream(
         body.pop("echo", None)
         if "logprobs" in body:
             body["logprobs"] = True
+    else:
+        body.pop("return_prompt_token_ids", None)
     asked = body | {"stream": True, "max_tokens": 100}
     with client.stream("POST", path, json=asked) as response:
         assert response.status_code == 200
