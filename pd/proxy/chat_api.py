@@ -63,7 +63,7 @@ def _prepare(asked: ChatRequest, rid: str, model: ModelView) -> tuple[Spec, Outp
     plan = plan_output(asked, text, prompt)
     # The template writes the special tokens itself.
     ids = encode(
-        model, prompt.text, "messages", namespace=asked.cache_salt, add_special_tokens=False
+        model, prompt.text, "messages", namespace=asked.namespace, add_special_tokens=False
     )
     ids = openai_common.truncated(asked, ids, model)
     spec = Spec(
@@ -75,7 +75,7 @@ def _prepare(asked: ChatRequest, rid: str, model: ModelView) -> tuple[Spec, Outp
         ),
         text_model=text,
         stop=asked.stop_search,
-        namespace=asked.cache_salt,
+        namespace=asked.namespace,
         priority=asked.priority,
         stream_interval=asked.stream_interval or model.stream_interval,
         skip_special_tokens=asked.skip_special_tokens,

@@ -120,7 +120,7 @@ def _prepare(
 ) -> _Prepared:
     """The options as they go to the nodes. Raises InvalidRequestError."""
     _check_sampling(asked, model)
-    prompt_ids = encode(model, prompt, asked.source, namespace=asked.cache_salt)
+    prompt_ids = encode(model, prompt, asked.source, namespace=asked.namespace)
     count = TokenCount()
     specs: list[Spec] = []
 
@@ -162,7 +162,7 @@ def _option(
     if isinstance(prompt, str) and isinstance(choice, str):
         option = _tokenized_together(asked, prompt, prompt_ids, choice, param, model)
     if option is None:
-        ids = encode(model, choice, param, namespace=asked.cache_salt, add_special_tokens=False)
+        ids = encode(model, choice, param, namespace=asked.namespace, add_special_tokens=False)
         text = choice if isinstance(choice, str) else _text(model, choice)
         option = Option(text, np.concatenate([prompt_ids, ids]), len(prompt_ids))
     try:
@@ -186,7 +186,7 @@ def _tokenized_together(
     prompt where the last characters of it and the first ones of the option make one token. None if
     all of the prompt would be gone, or all of the option.
     """
-    ids = encode(model, prompt + choice, param, namespace=asked.cache_salt)
+    ids = encode(model, prompt + choice, param, namespace=asked.namespace)
     length = min(len(ids), len(prompt_ids))
     differs = ids[:length] != prompt_ids[:length]
     start = int(differs.argmax()) if differs.any() else length
@@ -209,7 +209,7 @@ def _spec(
         token_ids=token_ids,
         params=make_params(arguments, model.limits.vocab_size),
         text_model=None,
-        namespace=asked.cache_salt,
+        namespace=asked.namespace,
         priority=asked.priority,
         discard_output=True,
     )

@@ -100,7 +100,7 @@ def _spec(asked: GenerateRequest, prompt: _Prompt, model: ModelView) -> Spec:
     sampling = options.sampling
     if sampling.stop:
         model.need_text("sampling_params.stop")
-    ids = encode(model, prompt.value, asked.source, namespace=asked.cache_salt)
+    ids = encode(model, prompt.value, asked.source, namespace=asked.namespace)
     wanted = sampling.max_new_tokens
     limits.check_prompt(len(ids), wanted or 1, explicit=wanted is not None)
     if wanted is None:
@@ -124,7 +124,7 @@ def _spec(asked: GenerateRequest, prompt: _Prompt, model: ModelView) -> Spec:
         params=native_params(arguments, limits.vocab_size),
         text_model=model.text,
         stop=sampling.stop_search,
-        namespace=asked.cache_salt,
+        namespace=asked.namespace,
         priority=asked.priority,
         stream_interval=sampling.stream_interval or model.stream_interval,
         skip_special_tokens=sampling.skip_special_tokens,

@@ -20,6 +20,8 @@ from pd.proxy.patterns import what_is_not_enforced_of
 FieldKind = GrammarKind | Literal["choice", "json_object"]
 # SGLang's schema of whatever is JSON.
 _ANY_SCHEMA = "$$ANY$$"
+# Options of a structural tag that is written as lists of structures and triggers.
+_TAG_OPTIONS = ("at_least_one", "stop_after_first")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -172,6 +174,9 @@ def _check_tag(value: dict[str, Any]) -> None:
                 raise problem(
                     f"must have a string 'structures[{number}].{name}', not {show(each.get(name))}"
                 )
+    for name in _TAG_OPTIONS:
+        if not isinstance(value.get(name), bool | None):
+            raise problem(f"must have a boolean {name!r}, not {show(value[name])}")
 
 
 def _as_format(value: dict[str, Any]) -> dict[str, Any]:
@@ -188,6 +193,7 @@ def _as_format(value: dict[str, Any]) -> dict[str, Any]:
         for each in value["structures"]
     ]
     content = {"type": "triggered_tags", "triggers": value["triggers"], "tags": tags}
+    content |= {name: True for name in _TAG_OPTIONS if value.get(name)}
     return {"type": "structural_tag", "format": content}
 
 
