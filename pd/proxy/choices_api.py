@@ -23,7 +23,7 @@ from pd.proxy.choices import (
     score,
 )
 from pd.proxy.fields import split_prompts
-from pd.proxy.generation import Spec
+from pd.proxy.generation import FinishReason, Spec
 from pd.proxy.job import Job
 from pd.proxy.native_sampling import native_params
 from pd.proxy.requests.native import GENERATE_TOKENS
@@ -244,13 +244,15 @@ class _ChoicesRenderer:
 
     def body(self) -> object:
         choices = [c for generation in self._job.generations for c in generation.choices]
-        if any(choice.finish is not None and choice.finish.type == "abort" for choice in choices):
-            return self._result("", [], "abort", [])
+        for choice in choices:
+            if choice.finish is not None and choice.finish.type == "abort":
+                return self._result("", [], choice.finish, [])
         options = self._prepared.options
         found = self._logprobs()
         chosen = options[best(self._method, found)]
         scored = [self._scored(*pair) for pair in zip(options, found, strict=True)]
-        return self._result(chosen.text, chosen.own_ids.tolist(), "stop", scored)
+        ended = FinishReason("stop")
+        return self._result(chosen.text, chosen.own_ids.tolist(), ended, scored)
 
     def _logprobs(self) -> list[OptionLogprobs]:
         """The log probabilities of each option, as the nodes sent them."""
@@ -276,7 +278,7 @@ class _ChoicesRenderer:
         return result
 
     def _result(
-        self, text: str, output_ids: list[int], finish: str, scored: list[ScoredOption]
+        self, text: str, output_ids: list[int], finish: FinishReason, scored: list[ScoredOption]
     ) -> dict[str, Any]:
         generations = self._job.generations
         with_prompt = generations[: len(self._prepared.options)]
@@ -284,7 +286,7 @@ class _ChoicesRenderer:
         last = max(generations, key=lambda generation: generation.finished_at or now)
         meta = {
             "id": self._shown,
-            "finish_reason": {"type": finish},
+            "finish_reason": finish.told(len(output_ids)),
             "prompt_tokens": self._prepared.prompt_tokens,
             "completion_tokens": len(output_ids),
             # The option that was computed first found least; what the others found, it computed.

@@ -213,15 +213,10 @@ class _GenerateRenderer:
     def _meta(self, choice: Choice, delta: Delta, total: int) -> dict[str, Any]:
         generation = choice.generation
         ended = generation.finished_at or time.monotonic()
-        finish: dict[str, Any] | None = None
-        if delta.finish is not None:
-            finish = {"type": delta.finish.type}
-            if delta.finish.matched is not None:
-                finish["matched"] = delta.finish.matched
         failovers = {"failovers": generation.told_failovers()} if generation.failovers else {}
         return {
             "id": self._id(choice),
-            "finish_reason": finish,
+            "finish_reason": None if delta.finish is None else delta.finish.told(total),
             "prompt_tokens": len(generation.spec.token_ids),
             "completion_tokens": total,
             "cached_tokens": generation.cached_tokens,

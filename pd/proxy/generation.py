@@ -86,10 +86,24 @@ class Spec:
 
 
 class FinishReason(NamedTuple):
-    """Reason why a choice ended; ``matched``: the token id or the stop string."""
+    """Reason why a choice ended.
+
+    Attributes:
+        matched: the token id or the stop string.
+        message: of what ended a choice before its own end (``abort``).
+    """
 
     type: Literal["stop", "length", "abort"]
     matched: int | str | None = None
+    message: str | None = None
+
+    def told(self, length: int) -> dict[str, Any]:
+        """The reason as ``/generate`` tells it; ``length``: tokens of the choice."""
+        if self.type == "length":
+            return {"type": "length", "length": length}
+        if self.type == "abort":
+            return {"type": "abort", "message": self.message}
+        return {"type": "stop"} | ({} if self.matched is None else {"matched": self.matched})
 
 
 class Delta(NamedTuple):

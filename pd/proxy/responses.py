@@ -284,6 +284,8 @@ class NativeFinish(TypedDict):
     matched: NotRequired[
         Annotated[int | str, Field(description="The token id or stop string that ended it.")]
     ]
+    length: NotRequired[Annotated[int, Field(description="With `length`: the answer's tokens.")]]
+    message: NotRequired[Annotated[str, Field(description="With `abort`: what ended it.")]]
 
 
 class ScoredOption(TypedDict):
