@@ -85,7 +85,7 @@ def _instance_id(client: httpx.Client) -> str:
     try:
         return str(client.get("/server_info").raise_for_status().json()["instance_id"])
     except (ValueError, KeyError, TypeError):
-        raise SetupError(f"{client.base_url} is no node: it has no /server_info") from None
+        raise SetupError(f"{client.base_url} is no node: its /server_info has no instance_id") from None
 
 
 def _ask(
