@@ -126,7 +126,7 @@ class _Endpoint(NamedTuple):
     path: str
     handler: Handler
     answer: object = None
-    events: type[object] | None = None
+    events: object = None
     for_admins: bool = False
 
 
