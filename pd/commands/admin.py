@@ -85,7 +85,8 @@ def _instance_id(client: httpx.Client) -> str:
     try:
         return str(client.get("/server_info").raise_for_status().json()["instance_id"])
     except (ValueError, KeyError, TypeError):
-        raise SetupError(f"{client.base_url} is no node: it has no /server_info") from None
+        reason = "its /server_info has no instance_id"
+        raise SetupError(f"{client.base_url} is no node: {reason}") from None
 
 
 def _ask(

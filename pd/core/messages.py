@@ -68,7 +68,7 @@ class Generate(Message):
         produced: how many of ``token_ids``, at their end, other nodes have output before. The next
             token is output at this position. Only with one choice, and without log probabilities of
             the prompt.
-        namespace: separates cached prefixes (``cache_salt``).
+        namespace: separates cached prefixes (``cache_salt`` and ``extra_key``).
         owner: tells the keys apart with which clients came, without telling what they are.
         timeout: seconds until the deadline, or None.
         ttft: seconds within which the first token should come; 0 if nothing is said of that.

@@ -154,7 +154,8 @@ class Access:
             UnsupportedMediaTypeError: there is a body that is not declared as JSON.
         """
         check_origin(scope, self._origins, "; --cors-origins lets them in")
-        is_open = scope["path"] in OPEN_PATHS
+        # With a slash at its end a path is redirected to the one without.
+        is_open = scope["path"].removesuffix("/") in OPEN_PATHS
         caller = self._caller(scope)
         if caller is None and self._key_required and not is_open:
             raise AuthenticationError(

@@ -66,6 +66,10 @@ class ReadMetrics(msgspec.Struct, tag=True):
     """Gives the metrics as a list of :class:`pd.proxy.metrics.Family`."""
 
 
+class ReadLoad(msgspec.Struct, tag=True):
+    """Gives the number of requests under way and that of tokens generated since the start."""
+
+
 Action = (
     AddWorker
     | RemoveWorker
@@ -75,6 +79,7 @@ Action = (
     | AbortRid
     | AbortAll
     | ReadMetrics
+    | ReadLoad
 )
 
 
@@ -124,6 +129,8 @@ class Performer:
                 return self._dispatcher.abort_all()
             case ReadMetrics():
                 return self._metrics.families(self._pool.nodes)
+            case ReadLoad():
+                return [len(self._dispatcher.jobs), self._metrics.output_tokens.value]
 
     def outcome(self, action: Action) -> Outcome:
         """The value or the error of an action."""

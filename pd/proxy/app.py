@@ -20,6 +20,7 @@ from pd.proxy.chat_api import ChatAPI
 from pd.proxy.completions_api import CompletionsAPI
 from pd.proxy.description import add_description, answers
 from pd.proxy.generate_api import GenerateAPI
+from pd.proxy.invocations_api import InvocationsAPI
 from pd.proxy.responses import (
     AbortResult,
     ChatChunk,
@@ -28,13 +29,18 @@ from pd.proxy.responses import (
     CompletionChunk,
     DetokenizeResult,
     FlushResult,
+    InvocationAnswer,
+    InvocationEvent,
     ModelCard,
     ModelInfo,
     ModelList,
     NativeAnswer,
     NativeResult,
+    ServerFacts,
+    ServerLoad,
     Status,
     TokenizeResult,
+    TokenizerFacts,
     Version,
     WorkerEntry,
     WorkerList,
@@ -120,18 +126,19 @@ class _Endpoint(NamedTuple):
     path: str
     handler: Handler
     answer: object = None
-    events: type[object] | None = None
+    events: object = None
     for_admins: bool = False
 
 
 def _endpoints(service: Service, admin: AdminAPI, compat: CompatAPI) -> list[_Endpoint]:
     tokens, endpoint = TokensAPI(service), _Endpoint
     completions, chat = CompletionsAPI(service), ChatAPI(service)
-    native = GenerateAPI(service)
+    native, invocations = GenerateAPI(service), InvocationsAPI(chat, completions)
     # The routes that are asked for most come first, since they are tried one after the other.
     return [
         endpoint("POST", "/v1/chat/completions", chat.handle, ChatCompletion, ChatChunk),
         endpoint("POST", "/v1/completions", completions.handle, Completion, CompletionChunk),
+        endpoint("POST", "/invocations", invocations.handle, InvocationAnswer, InvocationEvent),
         endpoint("POST", "/generate", native.handle, NativeAnswer, NativeResult),
         endpoint("GET", "/v1/models", admin.models, ModelList),
         endpoint("GET", "/v1/models/{model:path}", admin.model, ModelCard),
@@ -139,6 +146,7 @@ def _endpoints(service: Service, admin: AdminAPI, compat: CompatAPI) -> list[_En
         endpoint("POST", "/detokenize", tokens.detokenize, DetokenizeResult),
         endpoint("POST", "/v1/tokenize", tokens.tokenize, TokenizeResult),
         endpoint("POST", "/v1/detokenize", tokens.detokenize, DetokenizeResult),
+        endpoint("GET", "/tokenizer_info", tokens.info, TokenizerFacts),
         endpoint("POST", "/abort_request", admin.abort_request, AbortResult),
         endpoint("GET", "/health", admin.health, Status),
         endpoint("GET", "/readiness", admin.readiness, Status),
@@ -148,6 +156,9 @@ def _endpoints(service: Service, admin: AdminAPI, compat: CompatAPI) -> list[_En
         endpoint("GET", "/version", compat.version, Version),
         endpoint("GET", "/get_model_info", compat.model_info, ModelInfo),
         endpoint("GET", "/model_info", compat.model_info, ModelInfo),
+        endpoint("GET", "/server_info", compat.server_info, ServerFacts),
+        endpoint("GET", "/get_server_info", compat.server_info, ServerFacts),
+        endpoint("GET", "/load", compat.load, ServerLoad),
         endpoint("GET", "/health_generate", compat.health_generate),
         endpoint("GET", "/workers", admin.workers, WorkerList, for_admins=True),
         endpoint("POST", "/workers", admin.add_worker, WorkerEntry, for_admins=True),
@@ -166,6 +177,7 @@ def _endpoints(service: Service, admin: AdminAPI, compat: CompatAPI) -> list[_En
             for_admins=True,
         ),
         endpoint("POST", "/flush_cache", admin.flush_cache, FlushResult, for_admins=True),
+        endpoint("POST", "/reset_prefix_cache", admin.flush_cache, FlushResult, for_admins=True),
     ]
 
 

@@ -19,6 +19,8 @@ class ChatAnswer:
         self._calls_end = plan.calls_end
         self._calls = 0
         self._reasoning = plan.reasoning
+        # Clients of models that reason read this field of every delta.
+        self._beside: dict[str, Any] = {"reasoning_content": None} if plan.start else {}
         self._held: list[str] = []
 
     @property
@@ -29,10 +31,10 @@ class ChatAnswer:
     def deltas(self, delta: Delta) -> list[dict[str, Any]]:
         """Return the client's deltas for a part of the answer, in OpenAI's shape; at least one."""
         found = [self._delta(event) for event in merged(self._read(delta))]
-        if not found:
+        if not found and delta.finish and not self._beside:
             # SGLang's clients read this field of every delta without content.
-            found.append({"reasoning_content": None} if delta.finish else {"content": ""})
-        return found
+            return [{"reasoning_content": None}]
+        return found or [{"content": ""} | self._beside]
 
     def whole(self, delta: Delta) -> dict[str, Any]:
         """The message of a whole answer."""
@@ -79,14 +81,14 @@ class ChatAnswer:
 
     def _delta(self, event: Event) -> dict[str, Any]:
         if isinstance(event, Content):
-            return {"content": event.text}
+            return {"content": event.text} | self._beside
         if isinstance(event, Reasoning):
             return _reasoning(event.text)
         if isinstance(event, CallStart):
             self._calls += 1
-            return {"tool_calls": [{"index": self._calls - 1} | _call(event)]}
+            return {"tool_calls": [{"index": self._calls - 1} | _call(event)]} | self._beside
         more = {"index": self._calls - 1, "function": {"arguments": event.text}}
-        return {"tool_calls": [more]}
+        return {"tool_calls": [more]} | self._beside
 
 
 def _reasoning(text: str | None) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def _prepare(asked: ChatRequest, rid: str, model: ModelView) -> tuple[Spec, Outp
     plan = plan_output(asked, text, prompt)
     # The template writes the special tokens itself.
     ids = encode(
-        model, prompt.text, "messages", namespace=asked.cache_salt, add_special_tokens=False
+        model, prompt.text, "messages", namespace=asked.namespace, add_special_tokens=False
     )
     ids = openai_common.truncated(asked, ids, model)
     spec = Spec(
@@ -75,12 +75,13 @@ def _prepare(asked: ChatRequest, rid: str, model: ModelView) -> tuple[Spec, Outp
         ),
         text_model=text,
         stop=asked.stop_search,
-        namespace=asked.cache_salt,
+        namespace=asked.namespace,
         priority=asked.priority,
         stream_interval=asked.stream_interval or model.stream_interval,
         skip_special_tokens=asked.skip_special_tokens,
         kept_special_tokens=plan.kept,
         shows_stop=asked.include_stop_str_in_output,
+        reasoning=plan.start,
     )
     TokenCount().add(spec, model.limits.context_length)
     return spec, plan
@@ -112,7 +113,7 @@ class _ChatRenderer:
     def size(self, choice: Choice, delta: Delta) -> int:
         params = choice.generation.spec.params
         size = logprobs.size(len(delta.logprobs), params.top_logprobs) + len(delta.text)
-        if delta.first and self._options.return_token_ids:
+        if delta.first and self._options.return_prompt_ids:
             size += openai_common.TOKEN_ID_BYTES * len(choice.generation.spec.token_ids)
         if delta.first and self._options.prompt_logprobs is not None:
             size += logprobs.size(len(choice.generation.prompt_logprobs), params.top_logprobs)
@@ -121,7 +122,7 @@ class _ChatRenderer:
     def events(self, choice: Choice, delta: Delta) -> Iterable[object]:
         if delta.first:
             # This chunk has none of the answer's tokens.
-            self._usage.count(choice, delta._replace(token_ids=[]))
+            self._usage.count(choice, delta._replace(token_ids=[], total=0))
             opening = {"role": "assistant", "content": self._echoed, "reasoning_content": None}
             chunk = self._chunk({"index": choice.index, "delta": opening} | _open())
             yield chunk | self._prompt_ids()
@@ -160,7 +161,7 @@ class _ChatRenderer:
         return answer
 
     def _prompt_ids(self) -> dict[str, Any]:
-        if not self._options.return_token_ids:
+        if not self._options.return_prompt_ids:
             return {}
         return {"prompt_token_ids": self._job.generations[0].spec.token_ids.tolist()}
 

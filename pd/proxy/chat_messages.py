@@ -26,18 +26,61 @@ _TAIL = 128
 MAX_ROLE_CHARACTERS = 64
 
 
-class TextPart(TypedDict):
-    """A part of a message."""
+# The field that holds the text of a part, by the part's type.
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+# The same for parts with reasoning of the assistant, whose type and field have one name.
+_REASONING_PARTS = ("thinking", "reasoning")
+# Reasoning that nobody but its author can read.
+_DROPPED_PARTS = ("redacted_thinking",)
 
-    type: Literal["text", "input_text"]
-    text: str
+
+class TextPart(TypedDict):
+    """A part of a message. One whose text is null is left out."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: str | None
+
+
+class RefusalPart(TypedDict):
+    """A refusal of the assistant, which counts as text."""
+
+    type: Literal["refusal"]
+    refusal: str | None
+
+
+class ThinkingPart(TypedDict):
+    """Reasoning of the assistant, which becomes the message's `reasoning_content`."""
+
+    type: Literal["thinking"]
+    thinking: str | None
+
+
+class ReasoningPart(TypedDict):
+    """The same as `thinking`, under another name."""
+
+    type: Literal["reasoning"]
+    reasoning: str | None
+
+
+class RedactedPart(TypedDict):
+    """Encrypted reasoning of the assistant, which is left out."""
+
+    type: Literal["redacted_thinking"]
+
+
+_Part = TextPart | RefusalPart | ThinkingPart | ReasoningPart | RedactedPart
 
 
 class CalledFunction(TypedDict):
     """Function that was called, and its arguments."""
 
     name: str
-    arguments: Annotated[str | dict[str, object], Field(description="JSON of an object.")]
+    arguments: NotRequired[
+        Annotated[
+            str | dict[str, object] | None,
+            Field(description="JSON of an object; a text that is none counts as `{}`."),
+        ]
+    ]
 
 
 class InputCall(TypedDict):
@@ -61,8 +104,11 @@ class InputMessage(TypedDict):
     ]
     content: NotRequired[
         Annotated[
-            str | list[TextPart | str] | None,
-            Field(description="A text or parts of it; null only for the assistant's messages."),
+            str | list[_Part | str] | None,
+            Field(
+                description="A text or parts of it; null is the empty text. Parts with reasoning "
+                "are only for the assistant's messages."
+            ),
         ]
     ]
     tool_calls: NotRequired[
@@ -157,17 +203,19 @@ def _read_message(message: object, number: int) -> ReadMessage:
     if role == "tool":
         _check_text(message, "tool_call_id", number)
     if role != "assistant":
-        return message | {"content": _read_content(content, number)}
-    message = message | _read_reasoning(message, number)
+        return message | {"content": _read_content(content, number, None)}
+    thoughts: list[str] = []
+    text = _read_content(content, number, thoughts)
+    reasoning = _read_reasoning(message, number)
+    if thoughts and not reasoning:
+        reasoning = {"reasoning_content": "\n".join(thoughts)}
+    message = message | reasoning
     calls = _read_calls(message.get("tool_calls"), number)
     if calls:
         message = message | {"tool_calls": calls}
     else:
         message.pop("tool_calls", None)
-    if content is None:
-        # Beside calls, and as clients send back an answer that was nothing but reasoning.
-        return message | {"content": ""}
-    return message | {"content": _read_content(content, number)}
+    return message | {"content": text}
 
 
 def _read_reasoning(message: dict[str, object], number: int) -> dict[str, object]:
@@ -219,34 +267,60 @@ def _read_call(call: object, path: tuple[str | int, ...]) -> dict[str, object]:
     if not isinstance(function.get("name"), str) or not function["name"]:
         raise mismatch("the name of a function", function.get("name"), *path, "function", "name")
     given = function.get("arguments")
-    arguments = given
-    if isinstance(given, str) and given.strip():
-        try:
-            arguments = msgspec.json.decode(given)
-        except (msgspec.MsgspecError, RecursionError, ValueError):
-            arguments = None
-    elif given is None or isinstance(given, str):
-        arguments = {}
-    if not isinstance(arguments, dict):
-        raise mismatch("JSON of an object", given, *path, "function", "arguments")
+    if not isinstance(given, str | dict | None):
+        raise mismatch("an object or a text", given, *path, "function", "arguments")
+    arguments = given if isinstance(given, dict) else _parsed_arguments(given or "")
     return call | {"type": "function", "function": function | {"arguments": arguments}}
 
 
-def _read_content(content: object, number: int) -> str:
+def _parsed_arguments(text: str) -> dict[str, object]:
+    """Arguments as the model wrote them. Those that are no JSON of an object are empty: a client
+    can only send back what it got, such as the call of an answer that was cut off."""
+    try:
+        arguments = msgspec.json.decode(text)
+    except (msgspec.MsgspecError, RecursionError, ValueError):
+        return {}
+    return arguments if isinstance(arguments, dict) else {}
+
+
+def _read_content(content: object, number: int, thoughts: list[str] | None) -> str:
+    """A message's content as one text.
+
+    Args:
+        thoughts: takes the texts of parts with reasoning; None where there may be none.
+    """
+    if content is None:
+        return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise mismatch("a string or a list of text parts", content, number, "content")
-    texts = []
+    texts: list[str] = []
     for part in content:
-        text = part
-        if isinstance(part, dict):
-            text = part.get("text") if part.get("type") in ("text", "input_text") else None
-        if not isinstance(text, str):
-            raise problem(
-                f'may contain only parts like {{"type": "text", "text": "…"}}, not {show(part)}',
-                number,
-                "content",
-            )
-        texts.append(text)
+        kind = str(part.get("type")) if isinstance(part, dict) else ""
+        if isinstance(part, str):
+            texts.append(part)
+        elif kind in _TEXT_PARTS:
+            _add_part(part, _TEXT_PARTS[kind], texts, number)
+        elif kind in _REASONING_PARTS and thoughts is not None:
+            _add_part(part, kind, thoughts, number)
+        elif kind not in _DROPPED_PARTS or thoughts is None:
+            raise _unknown_part(part, number)
     return "\n".join(texts)
+
+
+def _add_part(part: dict[str, object], field: str, texts: list[str], number: int) -> None:
+    """Add the text of a part, unless it is null."""
+    text = part.get(field, ...)
+    if isinstance(text, str):
+        texts.append(text)
+    elif text is not None:
+        raise _unknown_part(part, number)
+
+
+def _unknown_part(part: object, number: int) -> Exception:
+    return problem(
+        f'may contain only parts like {{"type": "text", "text": "…"}}, not {show(part)}',
+        number,
+        "content",
+    )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from pd.core.errors import InvalidRequestError
 from pd.proxy.grammar_fields import GrammarFields, parameters_field
 from pd.proxy.reasoning import ReasoningParser, Stage
+from pd.proxy.reasoning_count import ReasoningStart
 from pd.proxy.tools import tags
 from pd.proxy.tools.events import Content, Reasoning
 from pd.proxy.tools.reader import CallOptions
@@ -40,6 +41,8 @@ class OutputPlan(NamedTuple):
         new_parser: makes the parser of one answer; None where all of it is content.
         calls_end: an answer that ends after calls ends because of them (``tool_calls``).
         reasoning: how clients get it.
+        start: the model's reasoning, and where the answer begins in it (possibly behind); None if
+            the model is not known to reason.
     """
 
     grammar: Grammar | None
@@ -48,6 +51,7 @@ class OutputPlan(NamedTuple):
     new_parser: Callable[[], OutputParser] | None = None
     calls_end: bool = True
     reasoning: ReasoningForm = "streamed"
+    start: ReasoningStart | None = None
 
 
 def plan_output(asked: ChatRequest, text: TextModel, prompt: RenderedChat) -> OutputPlan:
@@ -55,8 +59,10 @@ def plan_output(asked: ChatRequest, text: TextModel, prompt: RenderedChat) -> Ou
     template = text.template(with_tools=asked.tools is not None)
     family = _family(asked, text, template)
     reasoning, stage = text.reasoning_tags(template), _BEHIND
+    start = None
     if reasoning is not None:
         stage = reasoning.stage(prompt.tail, _continued(asked))
+        start = ReasoningStart(reasoning, stage)
     if stage == _BEHIND:
         reasoning = None
     new_calls = None if family is None else _call_parser(asked, family)
@@ -74,6 +80,7 @@ def plan_output(asked: ChatRequest, text: TextModel, prompt: RenderedChat) -> Ou
         else None,
         calls_end=asked.choice.name is None,
         reasoning=_reasoning_form(asked),
+        start=start,
     )
 
 

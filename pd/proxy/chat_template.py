@@ -27,12 +27,13 @@ _MAX_REFUSAL_CHARACTERS = 500
 # Characters of a rendered prompt. A template is given at most a request's body, and its loops have
 # no more rounds than what it is given has members, or jinja2's sandbox lets a range have (100,000).
 MAX_PROMPT_CHARACTERS = 64 << 20
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+CONFIG_FILE = "tokenizer_config.json"
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
 # Variables that no client may set: those that rendering sets.
 RESERVED_VARIABLES = frozenset(
-    (*_SPECIAL_TOKENS, "messages", "tools", "add_generation_prompt", "continue_final_message")
+    (*SPECIAL_TOKENS, "messages", "tools", "add_generation_prompt", "continue_final_message")
 ) | {"raise_exception", "strftime_now"}
 
 
@@ -164,21 +165,28 @@ def _cut(text: str, content: str, mark: str) -> str:
     return begin[: len(begin) - len(content.lstrip()) + len(content.strip())]
 
 
-def load_templates(directory: Path) -> dict[str, ChatTemplate]:
+def read_config(directory: Path) -> dict[str, Any]:
+    """The settings of a directory's tokenizer; empty if it has none. Raises UsageError."""
+    path = directory / CONFIG_FILE
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(_read(path))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"cannot read {path}: {error}") from error
+    if not isinstance(config, dict):
+        raise UsageError(f"{path} must be an object, not {brief(config)}")
+    return config
+
+
+def load_templates(directory: Path, config: dict[str, Any]) -> dict[str, ChatTemplate]:
     """Templates by name (``default`` is the usual one); empty if the directory has none.
+
+    ``config``: see :func:`read_config`.
 
     Raises UsageError, naming the file, for one that cannot be read, and for a template that does
     not compile.
     """
-    path = directory / "tokenizer_config.json"
-    config: dict[str, Any] = {}
-    if path.is_file():
-        try:
-            config = json.loads(_read(path))
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"cannot read {path}: {error}") from error
-        if not isinstance(config, dict):
-            raise UsageError(f"{path} must be an object, not {brief(config)}")
     sources: dict[str, str] = {}
     inline = config.get("chat_template")
     if isinstance(inline, str):
@@ -187,6 +195,7 @@ def load_templates(directory: Path) -> dict[str, ChatTemplate]:
         try:
             sources.update({entry["name"]: entry["template"] for entry in inline})
         except (KeyError, TypeError):
+            path = directory / CONFIG_FILE
             raise UsageError(f"{path}: chat_template must list names and templates") from None
     # A separate file is where transformers saves a template now, so it is the newer one.
     file = directory / "chat_template.jinja"
@@ -194,7 +203,7 @@ def load_templates(directory: Path) -> dict[str, ChatTemplate]:
         sources["default"] = _read(file)
     for extra in sorted(directory.glob("additional_chat_templates/*.jinja")):
         sources[extra.stem] = _read(extra)
-    tokens = _special_tokens(config)
+    tokens = special_tokens(config)
     return {name: ChatTemplate(source, tokens) for name, source in sources.items()}
 
 
@@ -208,9 +217,10 @@ def _read(path: Path) -> str:
         raise UsageError(f"{path} is not UTF-8: {error}") from error
 
 
-def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+def special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """Texts of the special tokens that a tokenizer's settings name."""
     found = {}
-    for name in _SPECIAL_TOKENS:
+    for name in SPECIAL_TOKENS:
         token = config.get(name)
         if isinstance(token, dict):
             token = token.get("content")

@@ -23,7 +23,7 @@ from pd.proxy.choices import (
     score,
 )
 from pd.proxy.fields import split_prompts
-from pd.proxy.generation import Spec
+from pd.proxy.generation import FinishReason, Spec
 from pd.proxy.job import Job
 from pd.proxy.native_sampling import native_params
 from pd.proxy.requests.native import GENERATE_TOKENS
@@ -120,7 +120,7 @@ def _prepare(
 ) -> _Prepared:
     """The options as they go to the nodes. Raises InvalidRequestError."""
     _check_sampling(asked, model)
-    prompt_ids = encode(model, prompt, asked.source, namespace=asked.cache_salt)
+    prompt_ids = encode(model, prompt, asked.source, namespace=asked.namespace)
     count = TokenCount()
     specs: list[Spec] = []
 
@@ -162,7 +162,7 @@ def _option(
     if isinstance(prompt, str) and isinstance(choice, str):
         option = _tokenized_together(asked, prompt, prompt_ids, choice, param, model)
     if option is None:
-        ids = encode(model, choice, param, namespace=asked.cache_salt, add_special_tokens=False)
+        ids = encode(model, choice, param, namespace=asked.namespace, add_special_tokens=False)
         text = choice if isinstance(choice, str) else _text(model, choice)
         option = Option(text, np.concatenate([prompt_ids, ids]), len(prompt_ids))
     try:
@@ -186,7 +186,7 @@ def _tokenized_together(
     prompt where the last characters of it and the first ones of the option make one token. None if
     all of the prompt would be gone, or all of the option.
     """
-    ids = encode(model, prompt + choice, param, namespace=asked.cache_salt)
+    ids = encode(model, prompt + choice, param, namespace=asked.namespace)
     length = min(len(ids), len(prompt_ids))
     differs = ids[:length] != prompt_ids[:length]
     start = int(differs.argmax()) if differs.any() else length
@@ -209,7 +209,7 @@ def _spec(
         token_ids=token_ids,
         params=make_params(arguments, model.limits.vocab_size),
         text_model=None,
-        namespace=asked.cache_salt,
+        namespace=asked.namespace,
         priority=asked.priority,
         discard_output=True,
     )
@@ -244,13 +244,15 @@ class _ChoicesRenderer:
 
     def body(self) -> object:
         choices = [c for generation in self._job.generations for c in generation.choices]
-        if any(choice.finish is not None and choice.finish.type == "abort" for choice in choices):
-            return self._result("", [], "abort", [])
+        for choice in choices:
+            if choice.finish is not None and choice.finish.type == "abort":
+                return self._result("", [], choice.finish, [])
         options = self._prepared.options
         found = self._logprobs()
         chosen = options[best(self._method, found)]
         scored = [self._scored(*pair) for pair in zip(options, found, strict=True)]
-        return self._result(chosen.text, chosen.own_ids.tolist(), "stop", scored)
+        ended = FinishReason("stop")
+        return self._result(chosen.text, chosen.own_ids.tolist(), ended, scored)
 
     def _logprobs(self) -> list[OptionLogprobs]:
         """The log probabilities of each option, as the nodes sent them."""
@@ -276,7 +278,7 @@ class _ChoicesRenderer:
         return result
 
     def _result(
-        self, text: str, output_ids: list[int], finish: str, scored: list[ScoredOption]
+        self, text: str, output_ids: list[int], finish: FinishReason, scored: list[ScoredOption]
     ) -> dict[str, Any]:
         generations = self._job.generations
         with_prompt = generations[: len(self._prepared.options)]
@@ -284,7 +286,7 @@ class _ChoicesRenderer:
         last = max(generations, key=lambda generation: generation.finished_at or now)
         meta = {
             "id": self._shown,
-            "finish_reason": {"type": finish},
+            "finish_reason": finish.told(len(output_ids)),
             "prompt_tokens": self._prepared.prompt_tokens,
             "completion_tokens": len(output_ids),
             # The option that was computed first found least; what the others found, it computed.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from starlette.requests import Request
@@ -14,30 +14,49 @@ from starlette.responses import Response
 from pd import __version__
 from pd.core.errors import PDError, QueueFullError, UnavailableError
 from pd.core.sampling_params import SamplingParams
+from pd.core.shared_answer import SharedAnswer
+from pd.proxy.actions import ReadLoad
 from pd.proxy.generation import Spec
 from pd.proxy.job import Job
-from pd.proxy.responses import ModelInfo, Version
+from pd.proxy.responses import ModelInfo, ServerFacts, ServerLoad, Version
 from pd.proxy.web import json_response
 
 if TYPE_CHECKING:
+    from pd.proxy.actions import Everywhere
     from pd.proxy.dispatcher import Dispatcher
+    from pd.proxy.routing import Router
     from pd.proxy.service import ModelView, Service
 
 # A token may take so long before the system counts as ill, as in SGLang.
 HEALTH_SECONDS = 20.0
 _POLL_SECONDS = 0.1
+# Shorter times make no meaningful throughput.
+_LEAST_SECONDS = 1e-3
 # The second one comes from the decode node.
 _HEALTH_TOKENS = 2
 
 
 class CompatAPI:
-    """``/version``, ``/ping``, ``/get_model_info`` and ``/health_generate``."""
+    """``/version``, ``/ping``, ``/get_model_info``, ``/server_info``, ``/load`` and
+    ``/health_generate``."""
 
-    def __init__(self, service: Service, dispatcher: Dispatcher, tokenizer: str | None) -> None:
+    def __init__(
+        self,
+        service: Service,
+        router: Router,
+        dispatcher: Dispatcher,
+        everywhere: Everywhere,
+        tokenizer: str | None,
+    ) -> None:
         self._service = service
+        self._router = router
         self._dispatcher = dispatcher
+        self._everywhere = everywhere
         self._tokenizer = tokenizer
         self._health = asyncio.Lock()
+        self._shared_load = SharedAnswer(self._read_load)
+        # When the throughput was told last, and the tokens that there were.
+        self._told = (time.monotonic(), 0)
 
     async def version(self, request: Request) -> Response:
         """The proxy's version, in vLLM's shape."""
@@ -61,6 +80,40 @@ class CompatAPI:
             has_audio_understanding=False,
         )
         return json_response(info)
+
+    async def server_info(self, request: Request) -> Response:
+        """Facts about the deployment of the first model, in SGLang's shape, with which its
+        benchmarks label their results."""
+        limits = (await self._service.model(None)).limits
+        path = limits.model_path or limits.model
+        pools = self._router.pools(limits.model)
+        _, tokens = await self._shared_load.get()
+        now, (then, before) = time.monotonic(), self._told
+        self._told = (now, tokens)
+        # A process of the proxy that was started anew counts from 0.
+        throughput = max(0, tokens - before) / max(now - then, _LEAST_SECONDS)
+        facts = ServerFacts(
+            version=__version__,
+            model_path=path,
+            tokenizer_path=self._tokenizer or path,
+            served_model_name=self._service.models()[0],
+            context_length=limits.context_length,
+            page_size=min(pool.page_size for pool in pools),
+            max_total_num_tokens=sum(pool.pool_tokens for pool in pools),
+            internal_states=[{"last_gen_throughput": throughput, "avg_spec_accept_length": None}],
+        )
+        return json_response(facts)
+
+    async def load(self, request: Request) -> Response:
+        """The number of requests under way, in vLLM's shape."""
+        requests, _ = await self._shared_load.get()
+        return json_response(ServerLoad(server_load=requests))
+
+    async def _read_load(self) -> tuple[int, int]:
+        """Requests under way and tokens generated so far, in all processes of the proxy."""
+        found = cast("list[list[int]]", await self._everywhere(ReadLoad()))
+        requests, tokens = map(sum, zip(*found, strict=True))
+        return requests, tokens
 
     async def health_generate(self, request: Request) -> Response:
         """200 if a token comes from the nodes within 20 s, else 503, as in SGLang. However many

@@ -69,7 +69,7 @@ def _prepare(
             model,
             prompt,
             "prompt",
-            namespace=asked.cache_salt,
+            namespace=asked.namespace,
             add_special_tokens=asked.add_special_tokens,
         )
         ids = openai_common.truncated(asked, ids, model)
@@ -82,7 +82,7 @@ def _prepare(
             ),
             text_model=model.text,
             stop=asked.stop_search,
-            namespace=asked.cache_salt,
+            namespace=asked.namespace,
             priority=asked.priority,
             stream_interval=asked.stream_interval or model.stream_interval,
             skip_special_tokens=asked.skip_special_tokens,

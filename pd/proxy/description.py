@@ -33,7 +33,7 @@ _STREAM = (
 _PAGE_HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
 
 
-def answers(answer: object, events: type[object] | None) -> dict[int | str, dict[str, Any]]:
+def answers(answer: object, events: object) -> dict[int | str, dict[str, Any]]:
     """FastAPI's description of an endpoint's responses.
 
     Args:
@@ -50,7 +50,7 @@ def answers(answer: object, events: type[object] | None) -> dict[int | str, dict
     return {200: good, "4XX": _error("The request was refused."), "5XX": _error("It failed.")}
 
 
-def add_description(app: FastAPI, events: Iterable[type[object] | None]) -> None:
+def add_description(app: FastAPI, events: Iterable[Any]) -> None:
     """Serve the description of all routes that the application has.
 
     Args:

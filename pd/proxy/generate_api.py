@@ -100,7 +100,7 @@ def _spec(asked: GenerateRequest, prompt: _Prompt, model: ModelView) -> Spec:
     sampling = options.sampling
     if sampling.stop:
         model.need_text("sampling_params.stop")
-    ids = encode(model, prompt.value, asked.source, namespace=asked.cache_salt)
+    ids = encode(model, prompt.value, asked.source, namespace=asked.namespace)
     wanted = sampling.max_new_tokens
     limits.check_prompt(len(ids), wanted or 1, explicit=wanted is not None)
     if wanted is None:
@@ -124,7 +124,7 @@ def _spec(asked: GenerateRequest, prompt: _Prompt, model: ModelView) -> Spec:
         params=native_params(arguments, limits.vocab_size),
         text_model=model.text,
         stop=sampling.stop_search,
-        namespace=asked.cache_salt,
+        namespace=asked.namespace,
         priority=asked.priority,
         stream_interval=sampling.stream_interval or model.stream_interval,
         skip_special_tokens=sampling.skip_special_tokens,
@@ -213,15 +213,10 @@ class _GenerateRenderer:
     def _meta(self, choice: Choice, delta: Delta, total: int) -> dict[str, Any]:
         generation = choice.generation
         ended = generation.finished_at or time.monotonic()
-        finish: dict[str, Any] | None = None
-        if delta.finish is not None:
-            finish = {"type": delta.finish.type}
-            if delta.finish.matched is not None:
-                finish["matched"] = delta.finish.matched
         failovers = {"failovers": generation.told_failovers()} if generation.failovers else {}
         return {
             "id": self._id(choice),
-            "finish_reason": finish,
+            "finish_reason": None if delta.finish is None else delta.finish.told(total),
             "prompt_tokens": len(generation.spec.token_ids),
             "completion_tokens": total,
             "cached_tokens": generation.cached_tokens,

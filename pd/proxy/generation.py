@@ -12,6 +12,7 @@ from msgspec.structs import astuple
 from pd.core.errors import NodeFailedError
 from pd.core.messages import Stages
 from pd.proxy.positions import TokenMerger, check_logprobs
+from pd.proxy.reasoning_count import ReasoningCounter
 from pd.proxy.stop_strings import StopMatcher, StopSearch
 from pd.proxy.tokenizer import new_detokenizer
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from pd.proxy.job import Job
     from pd.proxy.node_handle import NodeHandle
     from pd.proxy.positions import NewTokens
+    from pd.proxy.reasoning_count import ReasoningStart
     from pd.proxy.tokenizer import TextModel
 
     IntArray = npt.NDArray[np.int32]
@@ -49,6 +51,8 @@ class Spec:
         discard_output: only the prompt's log probabilities are wanted; the one token that must be
             generated to get them is not shown.
         shows_stop: the stop string or token that ends an answer is a part of its text.
+        reasoning: where the answers begin in the model's reasoning; None if no parser tells that
+            from the rest.
     """
 
     rid: str
@@ -64,6 +68,7 @@ class Spec:
     kept_special_tokens: frozenset[str] = frozenset()
     discard_output: bool = False
     shows_stop: bool = False
+    reasoning: ReasoningStart | None = None
 
     @property
     def num_prompt_logprobs(self) -> int:
@@ -82,10 +87,24 @@ class Spec:
 
 
 class FinishReason(NamedTuple):
-    """Reason why a choice ended; ``matched``: the token id or the stop string."""
+    """Reason why a choice ended.
+
+    Attributes:
+        matched: the token id or the stop string.
+        message: of what ended a choice before its own end (``abort``).
+    """
 
     type: Literal["stop", "length", "abort"]
     matched: int | str | None = None
+    message: str | None = None
+
+    def told(self, length: int) -> dict[str, Any]:
+        """The reason as ``/generate`` tells it; ``length``: tokens of the choice."""
+        if self.type == "length":
+            return {"type": "length", "length": length}
+        if self.type == "abort":
+            return {"type": "abort", "message": self.message}
+        return {"type": "stop"} | ({} if self.matched is None else {"matched": self.matched})
 
 
 class Delta(NamedTuple):
@@ -123,6 +142,7 @@ class Choice:
         "_merger",
         "_min_tokens",
         "_pieces",
+        "_reasoning",
         "_shows_stop",
         "_stops",
         "_taken",
@@ -167,6 +187,10 @@ class Choice:
         # A grammar is about the whole text, so a special token that it allowed is a part of it.
         skips = spec.skip_special_tokens and spec.params.grammar is None
         self._detokenizer = new_detokenizer(spec.text_model, skips, spec.kept_special_tokens)
+        self._reasoning: ReasoningCounter | None = None
+        if spec.reasoning is not None and spec.reasoning.stage != "behind":
+            self._reasoning = ReasoningCounter(self._detokenizer, spec.reasoning)
+            self._detokenizer = self._reasoning
         self._stops = StopMatcher(spec.stop, keeps=spec.shows_stop)
         self._shows_stop = spec.shows_stop
 
@@ -187,6 +211,10 @@ class Choice:
         if self.untaken >= self._interval:
             return True
         return self.finish is not None or not self._taken
+
+    def reasoning_tokens(self, total: int) -> int:
+        """Tokens of reasoning among the choice's first ``total`` ones. From any thread."""
+        return 0 if self._reasoning is None else self._reasoning.count(total)
 
     @property
     def started(self) -> bool:
@@ -391,6 +419,11 @@ class Generation:
     @property
     def completion_tokens(self) -> int:
         return 0 if self.spec.discard_output else sum(len(c.output_ids) for c in self.choices)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of reasoning in all choices."""
+        return sum(c.reasoning_tokens(len(c.output_ids)) for c in self.choices)
 
     def told_failovers(self) -> list[dict[str, object]]:
         """The failovers as clients are told of them."""

@@ -165,7 +165,7 @@ class Job:
         if isinstance(error, AbortedError) and self.abort_is_result:
             for choice in generation.choices:
                 if choice.finish is None:
-                    choice.end(FinishReason("abort"))
+                    choice.end(FinishReason("abort", message=error.message))
                     self.notify(choice, 0)
         elif self.error is None:
             grammar = generation.spec.params.grammar

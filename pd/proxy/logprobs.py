@@ -67,12 +67,13 @@ def legacy(
 
 
 def chat(names: TokenNames, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-    """``/v1/chat/completions``: one object per token, with its bytes."""
+    """``/v1/chat/completions``: one object per token, with its bytes and (as in SGLang) its id."""
     model = names.model
 
     def describe(token: int, logprob: float | None) -> dict[str, Any]:
         data = None if model is None else list(model.token_bytes(token))
-        return {"token": names.name(token), "logprob": logprob, "bytes": data}
+        name = names.name(token)
+        return {"token": name, "token_id": token, "logprob": logprob, "bytes": data}
 
     content = []
     for entry in entries:

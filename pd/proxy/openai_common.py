@@ -59,6 +59,7 @@ class AnswerOptions(NamedTuple):
     include_usage: bool
     continuous_usage: bool
     return_token_ids: bool
+    return_prompt_ids: bool
     tokens_as_ids: bool
     top_tokens: int | None
     prompt_logprobs: int | None
@@ -75,6 +76,7 @@ class AnswerOptions(NamedTuple):
             asked.include_usage,
             asked.continuous_usage,
             asked.return_token_ids,
+            asked.shows_prompt_ids,
             asked.return_tokens_as_token_ids,
             asked.top_tokens,
             asked.prompt_logprobs,
@@ -101,6 +103,8 @@ class ChunkUsage:
         self._prompts = self._prompt = self._completion = 0
         self._cached: dict[Generation, int] = {}
         self._all_cached = 0
+        self._reasoned: dict[Choice, int] = {}
+        self._reasoning: int | None = None
 
     def count(self, choice: Choice, delta: Delta) -> None:
         """A part of a choice is written now."""
@@ -114,6 +118,11 @@ class ChunkUsage:
         self._cached[generation] = generation.cached_tokens
         if not generation.spec.discard_output:
             self._completion += len(delta.token_ids)
+        if generation.spec.reasoning is not None:
+            reasoned = choice.reasoning_tokens(delta.total)
+            more_reasoned = reasoned - self._reasoned.get(choice, 0)
+            self._reasoning = (self._reasoning or 0) + more_reasoned
+            self._reasoned[choice] = reasoned
 
     def field(self) -> dict[str, Any]:
         """Field of the next chunk with the usage; empty if chunks have none."""
@@ -121,23 +130,34 @@ class ChunkUsage:
             return {}
         if not self._options.continuous_usage:
             return {"usage": None}
-        return {"usage": _usage(self._prompt, self._completion, self._all_cached)}
+        found = _usage(self._prompt, self._completion, self._all_cached, self._reasoning)
+        return {"usage": found}
 
 
 def usage(job: Job) -> dict[str, Any]:
     """Tokens of all prompts and choices; a prompt counts once however many choices it has."""
     prompt = sum(len(g.spec.token_ids) for g in job.generations)
     completion = sum(g.completion_tokens for g in job.generations)
-    return _usage(prompt, completion, sum(g.cached_tokens for g in job.generations))
+    cached = sum(g.cached_tokens for g in job.generations)
+    reasoning = [g.reasoning_tokens for g in job.generations if g.spec.reasoning is not None]
+    return _usage(prompt, completion, cached, sum(reasoning) if reasoning else None)
 
 
-def _usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
-    return {
+def _usage(prompt: int, completion: int, cached: int, reasoning: int | None) -> dict[str, Any]:
+    """``usage``, with the tokens of reasoning under OpenAI's name and SGLang's.
+
+    ``reasoning``: None where no parser tells them from others.
+    """
+    found: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+    if reasoning is not None:
+        found["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+        found["reasoning_tokens"] = reasoning
+    return found
 
 
 def choice_index(choice: Choice) -> int:

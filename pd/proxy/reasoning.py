@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _SPACE = re.compile(r"\s*")
 # White space before reasoning that is held back.
-_MAX_SPACE = 64
+MAX_SPACE = 64
 # Where an answer begins: before its reasoning, if there will be any, inside it, or behind it.
 Stage = Literal["before", "inside", "behind"]
 
@@ -114,7 +114,7 @@ class ReasoningParser(Reader):
     def _opening(self) -> Steps[str]:
         """White space and the opening tag, as much as there is of them."""
         source = self.source
-        space = yield from source.while_in(_SPACE, _MAX_SPACE)
+        space = yield from source.while_in(_SPACE, MAX_SPACE)
         return space + (yield from source.one_of((self._tags.open,)))
 
     def _reasoning(self, text: str) -> None:

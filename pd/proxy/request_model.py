@@ -75,8 +75,13 @@ class RequestModel(BaseModel):
     @classmethod
     def parse(cls, body: bytes) -> Self:
         """The model of a JSON text. Raises InvalidRequestError."""
+        return cls.of(parse_object(body))
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> Self:
+        """The model of a JSON object. Raises InvalidRequestError."""
         try:
-            return cls.model_validate(parse_object(body))
+            return cls.model_validate(given)
         except ValidationError as error:
             raise _invalid_request(error) from None
 

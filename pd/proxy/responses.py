@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, NotRequired
 
-from pydantic import Field
-from typing_extensions import TypedDict
+from pydantic import ConfigDict, Field, with_config
+from typing_extensions import TypeAliasType, TypedDict
 
 # [log probability (null for the first token of a prompt), token id, text]
 LogprobTriple = tuple[float | None, int, str]
@@ -32,6 +32,18 @@ class PromptTokensDetails(TypedDict):
     cached_tokens: Annotated[int, Field(description="Tokens from the prefill node's cache.")]
 
 
+class CompletionTokensDetails(TypedDict):
+    """Parts of the answers."""
+
+    reasoning_tokens: Annotated[
+        int,
+        Field(
+            description="Tokens up to the end of the reasoning, with its closing tag; all tokens "
+            "of an answer that does not close it, 0 of one that does not reason."
+        ),
+    ]
+
+
 class Usage(TypedDict):
     """Tokens of all prompts and choices; a prompt counts once however many choices it has."""
 
@@ -39,6 +51,15 @@ class Usage(TypedDict):
     completion_tokens: Annotated[int, Field(description="With the token that ended the answer.")]
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: NotRequired[
+        Annotated[
+            CompletionTokensDetails,
+            Field(description="In chats, where a reasoning parser is in force."),
+        ]
+    ]
+    reasoning_tokens: NotRequired[
+        Annotated[int, Field(description="The same as in `completion_tokens_details`.")]
+    ]
 
 
 StopReason = Annotated[
@@ -130,6 +151,7 @@ class LikelyToken(TypedDict):
     """A token and its log probability."""
 
     token: str
+    token_id: int
     logprob: float | None
     bytes: list[int] | None
 
@@ -251,6 +273,10 @@ class ChatChunk(ChatHead):
     prompt_token_ids: NotRequired[list[int]]
 
 
+InvocationAnswer = ChatCompletion | Completion
+InvocationEvent = TypeAliasType("InvocationEvent", ChatChunk | CompletionChunk)
+
+
 class NativeFinish(TypedDict):
     """Reason why an answer ended."""
 
@@ -258,6 +284,8 @@ class NativeFinish(TypedDict):
     matched: NotRequired[
         Annotated[int | str, Field(description="The token id or stop string that ended it.")]
     ]
+    length: NotRequired[Annotated[int, Field(description="With `length`: the answer's tokens.")]]
+    message: NotRequired[Annotated[str, Field(description="With `abort`: what ended it.")]]
 
 
 class ScoredOption(TypedDict):
@@ -350,6 +378,21 @@ class DetokenizeResult(TypedDict):
     text: str | list[str]
 
 
+@with_config(ConfigDict(extra="allow"))
+class TokenizerFacts(TypedDict):
+    """Facts about a tokenizer. Further fields are settings of its `tokenizer_config.json` that are
+    no lists and no objects."""
+
+    tokenizer_class: str
+    bos_token: str | None
+    eos_token: str | None
+    unk_token: str | None
+    pad_token: str | None
+    sep_token: str | None
+    cls_token: str | None
+    chat_template: Annotated[str | None, Field(description="Null if the model has none.")]
+
+
 class AbortResult(TypedDict):
     """Requests that were ended."""
 
@@ -385,6 +428,41 @@ class ModelInfo(TypedDict):
     weight_version: str
     has_image_understanding: bool
     has_audio_understanding: bool
+
+
+class InternalState(TypedDict):
+    """Measured values, under SGLang's names."""
+
+    last_gen_throughput: Annotated[
+        float,
+        Field(description="Generated tokens per second since this was asked last, or the start."),
+    ]
+    avg_spec_accept_length: Annotated[
+        None, Field(description="Nodes have it, as metrics of speculative decoding.")
+    ]
+
+
+class ServerFacts(TypedDict):
+    """Facts about the deployment of the first model, under SGLang's names."""
+
+    version: str
+    model_path: str
+    tokenizer_path: str
+    served_model_name: str
+    context_length: int
+    page_size: Annotated[
+        int, Field(description="Tokens of a page: of nodes that differ the least.")
+    ]
+    max_total_num_tokens: Annotated[
+        int, Field(description="Tokens whose KV the nodes that generate hold together.")
+    ]
+    internal_states: list[InternalState]
+
+
+class ServerLoad(TypedDict):
+    """The load."""
+
+    server_load: Annotated[int, Field(description="Requests under way.")]
 
 
 class ModelCard(TypedDict):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pd.proxy.load_estimate import LoadEstimate
-    from pd.proxy.node_handle import NodeHandle
+    from pd.proxy.node_handle import NodeHandle, ServerInfo
     from pd.proxy.policies import Policy
     from pd.proxy.prediction import Demand, Predicted, Predictor
 
@@ -188,6 +188,16 @@ class Router:
             info.model_path,
             info.sampling_defaults,
         )
+
+    def pools(self, model: str) -> list[ServerInfo]:
+        """The nodes that generate answers of a served model; others while none of these is
+        known."""
+        infos = [
+            (node.receives or node.serves_alone, node.info)
+            for node in self._nodes
+            if node.info and node.info.model == model
+        ]
+        return [info for generates, info in infos if generates] or [info for _, info in infos]
 
     def vocab_size(self, model: str) -> int | None:
         """The size of a model's vocabulary, if its nodes say so."""

@@ -195,7 +195,7 @@ class Proxy:
             host=config.host,
         )
         admin = AdminAPI(service, self._router, self._pool, self._dispatcher, everywhere, access)
-        compat = CompatAPI(service, self._dispatcher, config.tokenizer)
+        compat = CompatAPI(service, self._router, self._dispatcher, everywhere, config.tokenizer)
         self._app = make_app(service, admin, compat, metrics, access, config.cors_origins)
 
     async def wait_ready(self, timeout: float) -> bool:

@@ -131,7 +131,7 @@ def encode(
 ) -> IntArray:
     """Token ids of a prompt. Raises InvalidRequestError for an empty or foreign one.
 
-    ``namespace``: the request's ``cache_salt``.
+    ``namespace``: that of the request's ``cache_salt`` and ``extra_key``.
     """
     if not isinstance(prompt, str):
         return check_ids(prompt, model.limits.vocab_size, param)

@@ -22,6 +22,8 @@ from pd.proxy.patterns import what_is_not_enforced_of
 FieldKind = GrammarKind | Literal["choice", "json_object"]
 # SGLang's schema of whatever is JSON.
 _ANY_SCHEMA = "$$ANY$$"
+# Options of a structural tag that is written as lists of structures and triggers.
+_TAG_OPTIONS = ("at_least_one", "stop_after_first")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -191,6 +193,9 @@ def _as_format(tag: dict[str, Any], param: str) -> dict[str, Any]:
         for name in ("begin", "end"):
             if not isinstance(each.get(name), str):
                 raise must_have(f"a string 'structures[{number}].{name}'", each.get(name))
+    for name in _TAG_OPTIONS:
+        if not isinstance(tag.get(name), bool | None):
+            raise must_have(f"a boolean {name!r}", tag[name])
     tags = [
         {
             "type": "tag",
@@ -200,7 +205,8 @@ def _as_format(tag: dict[str, Any], param: str) -> dict[str, Any]:
         }
         for each in structures
     ]
-    content = {"type": "triggered_tags", "triggers": triggers, "tags": tags}
+    content: dict[str, Any] = {"type": "triggered_tags", "triggers": triggers, "tags": tags}
+    content |= {name: True for name in _TAG_OPTIONS if tag.get(name)}
     return {"type": "structural_tag", "format": content}
 
 

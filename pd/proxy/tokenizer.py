@@ -12,12 +12,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pd.core.errors import InvalidRequestError, UsageError
-from pd.proxy.chat_template import ChatTemplate, load_templates
+from pd.proxy.chat_template import (
+    SPECIAL_TOKENS,
+    ChatTemplate,
+    load_templates,
+    read_config,
+    special_tokens,
+)
 from pd.proxy.detokenizer import Detokenizer, NoDetokenizer, TokenTable
 from pd.proxy.reasoning import reasoning_tags
 from pd.proxy.special_tokens import SpecialTokens
 from pd.proxy.tokenized_pieces import PieceEncoder, TooManyTokensError, tokenize
 from pd.proxy.tokenizer_files import load_tokenizer
+from pd.proxy.tokenizer_info import tokenizer_info
 from pd.proxy.tools.families import tool_family
 
 if TYPE_CHECKING:
@@ -41,6 +48,7 @@ class TextModel:
     Attributes:
         special: tells a template's special tokens from those of clients; None where a special token
             is one whoever wrote it.
+        info: facts for clients, see :mod:`pd.proxy.tokenizer_info`.
     """
 
     def __init__(
@@ -76,12 +84,20 @@ class TextModel:
         self._lengths = np.zeros(max(vocabulary.values(), default=0) + 1, np.int64)
         self._lengths[list(vocabulary.values())] = list(map(len, vocabulary))
         self.templates: dict[str, ChatTemplate] = {}
+        config: dict[str, Any] = {}
         try:
-            self.templates = load_templates(directory)
+            config = read_config(directory)
+            self.templates = load_templates(directory, config)
         except UsageError as error:
             if need_templates:
                 raise
             logger.error("serving no chat: %s", error)
+        template = self.templates.get("default")
+        self.info = tokenizer_info(
+            config,
+            dict.fromkeys(SPECIAL_TOKENS) | special_tokens(config),
+            None if template is None else template.source,
+        )
 
     def encode(
         self, text: str, *, add_special_tokens: bool, param: str = "prompt", namespace: str = ""

@@ -1,4 +1,4 @@
-"""``POST /tokenize`` and ``POST /detokenize``."""
+"""``POST /tokenize``, ``POST /detokenize`` and ``GET /tokenizer_info``."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, cast
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pd.core.errors import InvalidRequestError
+from pd.core.errors import InvalidRequestError, NotFoundError
 from pd.proxy.bodies import body_of
 from pd.proxy.chat_messages import render_prompt
 from pd.proxy.requests.tokens import DetokenizeRequest, TokenizeRequest
-from pd.proxy.service import check_ids
+from pd.proxy.service import NO_TOKENIZER, check_ids
 from pd.proxy.tokenizer import MAX_TEXT_TOKENS
 from pd.proxy.web import json_response
 
@@ -38,6 +38,14 @@ class TokensAPI:
         may_be_long = bool(asked.chat_template_kwargs)
         body = body_of(request.scope)
         return await body.tokenize(_tokenize, asked, model, may_be_long=may_be_long)
+
+    async def info(self, request: Request) -> Response:
+        """Facts about the tokenizer of the first model, in vLLM's shape: its class, its special
+        tokens, its chat template, and further settings of its `tokenizer_config.json`."""
+        model = await self._service.model(None)
+        if model.text is None:
+            raise NotFoundError(NO_TOKENIZER)
+        return json_response(model.text.info)
 
     async def detokenize(self, request: Request, asked: DetokenizeRequest) -> Response:
         """The text of token ids."""

@@ -25,7 +25,7 @@ from pd.models.config import ModelConfig
 from pd.models.eagle import load_eagle_head
 from pd.models.eagle_config import EagleConfig
 from pd.models.loader import load_model
-from pd.proxy.chat_template import load_templates
+from pd.proxy.chat_template import load_templates, read_config
 
 if TYPE_CHECKING:
     from embedded.model import Qwen3
@@ -215,7 +215,8 @@ class TestLoading:
         ]
         as_dicts = [message._asdict() for message in messages]
         expected = text.render(messages)
-        assert load_templates(assets / "embedded")["default"].render(as_dicts) == expected
+        model = assets / "embedded"
+        assert load_templates(model, read_config(model))["default"].render(as_dicts) == expected
         theirs = AutoTokenizer.from_pretrained(assets / "embedded")
         rendered = theirs.apply_chat_template(as_dicts, tokenize=False, add_generation_prompt=True)
         assert rendered == expected

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from proxy_cluster import read_events
 from proxy_tokenizers import byte_level
+from tool_models import QWEN, write_model
 
 from pd.core.messages import Finish
 from pd.proxy.event_stream import EventWriter, event
@@ -21,6 +22,7 @@ from pd.proxy.generation import Delta
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from pathlib import Path
 
     from proxy_cluster import Cluster
 
@@ -86,6 +88,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "usage so far": {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
     "log probabilities": {"logprobs": 1},
     "token ids": {"return_token_ids": True},
+    "token ids of the prompt": {"return_prompt_token_ids": True},
     "stop strings": {"stop": ["jumps", "\u2028 x"]},
     "echo": {"echo": True},
     "a name": {"rid": 'a "name" \u2028 {}'},
@@ -127,6 +130,8 @@ def test_every_option_of_a_stream(
         body.pop("echo", None)
         if "logprobs" in body:
             body["logprobs"] = True
+    else:
+        body.pop("return_prompt_token_ids", None)
     asked = body | {"stream": True, "max_tokens": 100}
     with client.stream("POST", path, json=asked) as response:
         assert response.status_code == 200
@@ -144,3 +149,25 @@ def test_every_option_of_a_stream(
     if "continuous_usage_stats" in options.get("stream_options", {}):
         is_plain = False
     assert bool(compared) == is_plain
+
+
+@pytest.mark.one_process("compares each event where it is written")
+def test_a_model_that_reasons(cluster: Cluster, compared: list[bool], tmp_path: Path) -> None:
+    """Its events have the field of reasoning, also where the prompt has switched that off."""
+    node = cluster.node("unified", auto=False)
+    client = cluster.client(tokenizer=write_model(tmp_path / "model", QWEN))
+    teller = threading.Thread(target=tell, args=(node, 1))
+    teller.start()
+    asked = {
+        "messages": [{"role": "user", "content": "hello"}],
+        "chat_template_kwargs": {"enable_thinking": False},
+        "stream": True,
+        "max_tokens": 100,
+    }
+    with client.stream("POST", "/v1/chat/completions", json=asked) as response:
+        *events, _ = read_events(response)
+    teller.join()
+    deltas = [each["choices"][0]["delta"] for each in events]
+    assert "".join(delta["content"] for delta in deltas) == TEXT
+    assert all(delta["reasoning_content"] is None for delta in deltas)
+    assert compared

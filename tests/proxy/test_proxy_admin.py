@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from fake_node import wait_until
+from proxy_cluster import wait_for_all
 from proxy_tokenizers import byte_level
 
 from pd import __version__
@@ -24,6 +25,7 @@ from pd.core.errors import SetupError, UsageError
 from pd.core.messages import Finish
 from pd.proxy.config import ProxyConfig
 from pd.proxy.server import Proxy, ProxyThread, bind
+from pd.proxy.tokenizer_info import tokenizer_info
 
 if TYPE_CHECKING:
     from proxy_cluster import Cluster
@@ -65,6 +67,83 @@ def test_what_sglangs_and_vllms_tools_ask(cluster: Cluster) -> None:
     # Both nodes took part.
     (asked,) = cluster.decode[0].generates
     assert asked.params.max_tokens == 2
+
+
+def test_server_info_is_what_sglangs_benchmark_reads(cluster: Cluster) -> None:
+    nodes = cluster.pair(model_path="/models/m")
+    cluster.node("decode", model_path="/models/m")
+    client = cluster.client(text=False, api_key="s3cret", served_model_name="nice-name")
+    wait_for_all(client)
+    key = {"Authorization": "Bearer s3cret"}
+    assert client.get("/server_info").status_code == 401
+    wait_until(lambda: client.get("/server_info", headers=key).json()["max_total_num_tokens"] > 400)
+    asked = {"input_ids": [5], "sampling_params": {"max_new_tokens": 6, "ignore_eos": True}}
+    assert client.post("/generate", json=asked, headers=key).status_code == 200
+    for path in ("/server_info", "/get_server_info"):
+        found = client.get(path, headers=key).json()
+        (state,) = found.pop("internal_states")
+        assert state["last_gen_throughput"] >= 0.0
+        assert state["avg_spec_accept_length"] is None
+        info = nodes[1].server_info()
+        assert found == {
+            "version": __version__,
+            "model_path": "/models/m",
+            "tokenizer_path": "/models/m",
+            "served_model_name": "nice-name",
+            "context_length": 200,
+            "page_size": info["page_size"],
+            "max_total_num_tokens": 2 * info["page_size"] * info["pages"]["total"],
+        }
+
+
+def test_server_info_before_a_node_generates_is_of_those_that_are_there(cluster: Cluster) -> None:
+    client = cluster.client(text=False, wait_ready=0)
+    assert client.get("/server_info").status_code == 503
+    cluster.node("prefill")
+    client = cluster.client(text=False, wait_ready=0.5)
+    wait_until(lambda: client.get("/server_info").status_code == 200)
+    assert client.get("/server_info").json()["max_total_num_tokens"] == 400
+
+
+def test_load_is_the_number_of_requests_under_way(cluster: Cluster) -> None:
+    node = cluster.node("unified", auto=False)
+    client = cluster.client(text=False, api_key="s3cret")
+    key = {"Authorization": "Bearer s3cret"}
+    assert client.get("/load").status_code == 401
+
+    def load() -> Any:
+        return client.get("/load", headers=key).json()
+
+    assert load() == {"server_load": 0}
+    with ThreadPoolExecutor(2) as pool:
+        asked = [
+            pool.submit(client.post, "/generate", json={"input_ids": [5]}, headers=key)
+            for _ in range(2)
+        ]
+        wait_until(lambda: len(node.generates) == 2)
+        assert load() == {"server_load": 2}
+        for request in node.generates:
+            node.say(request, [40], cached_tokens=0, finish=Finish("length"))
+        assert all(each.result(20).status_code == 200 for each in asked)
+    wait_until(lambda: load() == {"server_load": 0})
+
+
+@pytest.mark.one_process("changes a constant of a running proxy")
+def test_throughput_is_of_the_time_since_it_was_asked(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pd.proxy.compat_api._LEAST_SECONDS", 60.0)
+    cluster.pair()
+    client = cluster.client(text=False)
+
+    def throughput() -> Any:
+        return client.get("/server_info").json()["internal_states"][0]["last_gen_throughput"]
+
+    throughput()
+    asked = {"input_ids": [5], "sampling_params": {"max_new_tokens": 6, "ignore_eos": True}}
+    client.post("/generate", json=asked)
+    assert throughput() == 0.1
+    assert throughput() == 0.0
 
 
 @pytest.mark.one_process("changes a constant of a running proxy")
@@ -155,6 +234,63 @@ def test_tokenize_and_detokenize_are_inverse(cluster: Cluster) -> None:
     assert client.post("/detokenize", json={"tokens": []}).json()["text"] == ""
     raw = {"tokens": [0], "skip_special_tokens": False}
     assert client.post("/detokenize", json=raw).json()["text"] == "<s>"
+
+
+def test_tokenizer_info_has_what_renders_a_chat(cluster: Cluster, tmp_path: Path) -> None:
+    settings = {
+        "chat_template": "{{ eos_token }}",
+        "eos_token": {"content": "</s>", "lstrip": False},
+        "bos_token": "<s>",
+        "added_tokens_decoder": {"0": {"content": "<s>"}},
+        "additional_special_tokens": ["<s>"],
+        "model_max_length": 1000000000000000019884624838656,
+        "add_bos_token": True,
+        "padding_side": None,
+        "scale": 0.5,
+        "name_or_path": "/home/somebody/model",
+        "vocab_file": "/home/somebody/vocab",
+        "long": "x" * 10_000,
+        "huge": 10**400,
+        "none": float("nan"),
+    }
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    cluster.pair()
+    client = cluster.client(tokenizer=str(tmp_path), api_key="s3cret")
+    assert client.get("/tokenizer_info").status_code == 401
+    answer = client.get("/tokenizer_info", headers={"Authorization": "Bearer s3cret"})
+    assert answer.json() == {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": "{{ eos_token }}",
+        "eos_token": "</s>",
+        "bos_token": "<s>",
+        "unk_token": None,
+        "pad_token": None,
+        "sep_token": None,
+        "cls_token": None,
+        "model_max_length": 1e30,
+        "add_bos_token": True,
+        "padding_side": None,
+        "scale": 0.5,
+    }
+
+
+def test_tokenizer_info_is_bounded() -> None:
+    settings = {f"setting {number}": number for number in range(1000)}
+    info = tokenizer_info(settings | {"tokenizer_class": 5}, {"eos_token": "e"}, None)
+    assert (info["eos_token"], info["tokenizer_class"]) == ("e", "PreTrainedTokenizerFast")
+    assert len(info) < 300
+    assert tokenizer_info({"tokenizer_class": "X"}, {}, "t") == {
+        "tokenizer_class": "X",
+        "chat_template": "t",
+    }
+
+
+def test_a_proxy_without_a_tokenizer_has_no_tokenizer_info(cluster: Cluster) -> None:
+    cluster.pair()
+    answer = cluster.client(text=False).get("/tokenizer_info")
+    assert answer.status_code == 404
+    assert "--tokenizer" in answer.json()["error"]["message"]
 
 
 def test_the_nodes_model_directory_is_the_default_tokenizer(cluster: Cluster) -> None:

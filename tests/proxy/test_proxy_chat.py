@@ -13,7 +13,7 @@ from proxy_cluster import read_events
 from proxy_tokenizers import byte_level
 
 from pd.core.errors import InvalidRequestError, UsageError
-from pd.proxy.chat_template import ChatTemplate, load_templates
+from pd.proxy.chat_template import ChatTemplate, load_templates, read_config
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -98,6 +98,23 @@ def test_token_ids_of_prompt_and_answer(cluster: Cluster) -> None:
     assert all("prompt_token_ids" not in chunk for chunk in rest)
 
 
+def test_token_ids_of_the_prompt_alone(cluster: Cluster) -> None:
+    prefill, _ = cluster.pair(lambda p, i: [*ids("abc"), EOS])
+    client = cluster.client()
+    body = chat(client, return_prompt_token_ids=True)
+    prompt = list(memoryview(prefill.wait_generate().token_ids).cast("i"))
+    assert body["prompt_token_ids"] == prompt
+    assert body["choices"][0]["token_ids"] is None
+    asked = {"messages": HELLO, "return_prompt_token_ids": True, "stream": True}
+    with client.stream("POST", PATH, json=asked) as response:
+        first, *rest, _ = read_events(response)
+    assert first["prompt_token_ids"] == prompt
+    for chunk in rest:
+        assert "prompt_token_ids" not in chunk
+        assert "token_ids" not in chunk["choices"][0]
+    assert chat(client, return_prompt_token_ids=False)["prompt_token_ids"] is None
+
+
 def test_logprobs_have_bytes(cluster: Cluster) -> None:
     cluster.pair(lambda p, i: ids("é😀"))
     body = chat(cluster.client(), logprobs=True, top_logprobs=2, max_tokens=len(ids("é😀")))
@@ -105,9 +122,11 @@ def test_logprobs_have_bytes(cluster: Cluster) -> None:
     assert [entry["logprob"] for entry in content] == [-t / 100 for t in ids("é😀")]
     assert bytes(b for entry in content for b in entry["bytes"]).decode() == "é😀"
     for entry in content:
-        assert set(entry) == {"token", "logprob", "bytes", "top_logprobs"}
+        assert set(entry) == {"token", "token_id", "logprob", "bytes", "top_logprobs"}
         assert len(entry["top_logprobs"]) == 2
-        assert entry["top_logprobs"][0] == {k: entry[k] for k in ("token", "logprob", "bytes")}
+        own = {key: value for key, value in entry.items() if key != "top_logprobs"}
+        assert entry["top_logprobs"][0] == own
+    assert [entry["token_id"] for entry in content] == ids("é😀")
 
 
 def test_all_roles_and_text_parts(cluster: Cluster) -> None:
@@ -219,20 +238,20 @@ class TestTemplates:
         assert time.thread_time() - began < 0.25
 
     def test_templates_come_from_the_config_or_a_file(self, tmp_path: Path) -> None:
-        assert load_templates(tmp_path) == {}
+        assert load_templates(tmp_path, read_config(tmp_path)) == {}
         named = [
             {"name": "default", "template": "{{ eos_token }}1"},
             {"name": "tool_use", "template": "2"},
         ]
         config = {"chat_template": named, "eos_token": {"content": "</s>"}}
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-        templates = load_templates(tmp_path)
+        templates = load_templates(tmp_path, read_config(tmp_path))
         assert {name: t.render(HELLO) for name, t in templates.items()} == {
             "default": "</s>1",
             "tool_use": "2",
         }
         (tmp_path / "chat_template.jinja").write_text("3")
-        assert load_templates(tmp_path)["default"].render(HELLO) == "3"
+        assert load_templates(tmp_path, read_config(tmp_path))["default"].render(HELLO) == "3"
 
     def test_a_model_without_one_points_to_completions(
         self, cluster: Cluster, tmp_path: Path

@@ -11,6 +11,7 @@ from fake_node import FakeNode, wait_until
 from proxy_tokenizers import byte_level
 
 from pd.core.messages import Finish
+from pd.proxy.dispatcher import ABORTED
 from pd.proxy.fields import MAX_OPTIONS
 
 if TYPE_CHECKING:
@@ -309,7 +310,7 @@ def test_an_abort_ends_all_options(cluster: Cluster) -> None:
     assert response.status_code == 200
     body = response.json()
     assert (body["text"], body["output_ids"]) == ("", [])
-    assert body["meta_info"]["finish_reason"] == {"type": "abort"}
+    assert body["meta_info"]["finish_reason"] == {"type": "abort", "message": ABORTED}
     assert body["meta_info"]["choices"] == []
     for request in requests[1:]:
         node.wait_abort(request.room)

@@ -113,6 +113,7 @@ def test_every_route_is_described(proxy: ProxyThread, document: dict[str, Any]) 
     assert with_body == {
         "/v1/completions",
         "/v1/chat/completions",
+        "/invocations",
         "/generate",
         "/tokenize",
         "/detokenize",
@@ -264,6 +265,8 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
             "return_token_ids": True,
         },
     ),
+    ("/invocations", {"prompt": "hello", "max_tokens": 3}),
+    ("/invocations", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}),
     ("/generate", {"text": "hello", "sampling_params": {"max_new_tokens": 3}}),
     ("/generate", {"input_ids": [[5], [6]], "sampling_params": [{"stop": "x"}, {}]}),
     ("/generate", {"input_ids": [5, 6, 7], "return_logprob": True, "logprob_start_len": 0}),
@@ -305,7 +308,17 @@ def test_errors_are_as_described(client: httpx.Client, document: dict[str, Any])
 
 
 @pytest.mark.parametrize(
-    "path", ["/health", "/version", "/get_model_info", "/v1/models", "/workers"]
+    "path",
+    [
+        "/health",
+        "/version",
+        "/get_model_info",
+        "/server_info",
+        "/load",
+        "/tokenizer_info",
+        "/v1/models",
+        "/workers",
+    ],
 )
 def test_facts_are_as_described(client: httpx.Client, document: dict[str, Any], path: str) -> None:
     response = document["paths"][path]["get"]["responses"]["200"]

@@ -65,6 +65,22 @@ def check(response: httpx.Response, status: int, says: str, param: str | None = 
         assert error["param"] == param
 
 
+# Fields of vLLM and SGLang that docs/api.md says are not supported yet, each with a value that asks
+# for something and one that does not.
+UNSUPPORTED: dict[str, tuple[Any, Any]] = {
+    "stop_regex": ("a+", []),
+    "token_ids_logprob": ([5], []),
+    "logprob_token_ids": ([5], []),
+    "allowed_token_ids": ([], None),
+    "bad_words": (["no"], []),
+    "thinking_token_budget": (5, None),
+    "custom_params": ({"a": 1}, {}),
+    "watermarking": (True, False),
+    "return_prompt_text": (True, False),
+    "return_routed_experts": (True, False),
+}
+
+
 def schema_format(schema: Any, **more: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **more}}
 
@@ -103,6 +119,13 @@ BAD_REQUESTS: list[tuple[tuple[str, Any], str, str | None]] = [
     (completion(stop_token_ids="5"), "a list of integers", "stop_token_ids"),
     (completion(ignore_eos=0), "a boolean", "ignore_eos"),
     (completion(cache_salt=5), "cache_salt must be a string", "cache_salt"),
+    (completion(extra_key=["a"]), "extra_key must be a string", "extra_key"),
+    *(
+        (asked(**{name: value}), f"{name} is not supported yet", name)
+        for asked in (completion, chat, generate)
+        for name, (value, _) in UNSUPPORTED.items()
+    ),
+    (completion(return_prompt_token_ids=True), "is not supported", "return_prompt_token_ids"),
     (completion(user=5), "user must be a string", "user"),
     (completion(truncate_prompt_tokens=0), "at least 1, or -1", "truncate_prompt_tokens"),
     (completion(prompt_logprobs=1, stream=True), "set stream to false", "prompt_logprobs"),
@@ -213,7 +236,21 @@ BAD_REQUESTS: list[tuple[tuple[str, Any], str, str | None]] = [
     (chat(messages=[{"role": "", "content": "x"}]), "1 to 64 characters", "messages[0].role"),
     (chat(messages=[{"role": 5, "content": "x"}]), "1 to 64 characters", "messages[0].role"),
     (chat(messages=[{"content": "x"}]), "messages[0].role", "messages[0].role"),
-    (chat(messages=[{"role": "user"}]), "messages[0].content", "messages[0].content"),
+    (
+        chat(messages=[{"role": "user", "content": [{"type": "text"}]}]),
+        "may contain only parts like",
+        "messages[0].content",
+    ),
+    (
+        chat(messages=[{"role": "user", "content": [{"type": "text", "text": 5}]}]),
+        "may contain only parts like",
+        "messages[0].content",
+    ),
+    (
+        chat(messages=[{"role": "user", "content": [{"type": ["text"], "text": "a"}]}]),
+        "may contain only parts like",
+        "messages[0].content",
+    ),
     (chat(messages=[{"role": "user", "content": 5}]), "not 5", "messages[0].content"),
     (
         chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]),
@@ -270,6 +307,11 @@ BAD_REQUESTS: list[tuple[tuple[str, Any], str, str | None]] = [
     (
         chat(response_format={"type": "structural_tag", "structures": [], "triggers": "<"}),
         "'triggers', not '<'",
+        "response_format",
+    ),
+    (
+        chat(response_format=TAG | {"at_least_one": "yes"}),
+        "must have a boolean 'at_least_one', not 'yes'",
         "response_format",
     ),
     (
@@ -362,6 +404,10 @@ ASKS_FOR_NOTHING = [
     completion(best_of=1, suffix="", tools=[], max_tokens=None),
     chat(add_special_tokens=False, tools=[], tool_choice="none", echo=False),
     chat(include_reasoning=True, reasoning_effort="high"),
+    *(
+        asked(**{name: value for name, (_, value) in UNSUPPORTED.items()})
+        for asked in (completion, chat, generate)
+    ),
     chat(reasoning_effort="max"),
     chat(messages=[*HELLO, {"role": "assistant", "content": None}, *HELLO]),
     generate({"max_tokens": None, "max_new_tokens": 3, "regex": None}),

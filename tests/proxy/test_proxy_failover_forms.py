@@ -144,6 +144,9 @@ def test_an_answer_that_a_failover_divides_anywhere(
 ) -> None:
     nodes = TwoNodes(cluster, tmp_path)
     expected, count = nodes.answer(name)
+    if name == "reasoning and tool calls":
+        reasoning = TEXT.encode(THINKING.partition("\n\n")[0], add_special_tokens=False).ids
+        assert expected["usage"]["reasoning_tokens"] == len(reasoning)
     for cut in [0, 1, 2, *range(3, count - 1, 7), count - 1]:
         found, _ = nodes.answer(name, cut)
         assert found == expected, f"divided behind token {cut}"

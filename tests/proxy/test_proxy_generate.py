@@ -76,7 +76,7 @@ def test_the_shape_of_an_answer(cluster: Cluster) -> None:
 def test_defaults_and_native_names(cluster: Cluster) -> None:
     prefill, _ = cluster.pair()
     client = cluster.client()
-    assert generate(client)["meta_info"]["finish_reason"] == {"type": "length"}
+    assert generate(client)["meta_info"]["finish_reason"] == {"type": "length", "length": 128}
     params = prefill.wait_generate().params
     assert (params.max_tokens, params.temperature) == (128, 1.0)
     generate(client, {"max_new_tokens": 7, "min_new_tokens": 2, "sampling_seed": 9})

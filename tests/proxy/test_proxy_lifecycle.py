@@ -14,6 +14,7 @@ from fake_node import wait_until
 from proxy_cluster import read_events
 
 from pd.core.messages import Finish
+from pd.proxy.dispatcher import ABORTED
 
 if TYPE_CHECKING:
     from fake_node import FakeNode
@@ -235,7 +236,7 @@ class TestAbort:
         assert call.response.status_code == 200
         body = call.events[-2] if stream else call.response.json()
         assert body["output_ids"] == [40]
-        assert body["meta_info"]["finish_reason"] == {"type": "abort"}
+        assert body["meta_info"]["finish_reason"] == {"type": "abort", "message": ABORTED}
         if stream:
             assert call.events[-1] == "DONE"
         both_aborted(prefill, decode, request)

@@ -9,9 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from fake_node import EOS
+from hypothesis import given
+from hypothesis import strategies as st
 from proxy_cluster import read_events
 from test_proxy_chat import HELLO, chat, prompt_of
 from test_proxy_completions import TOKENS, complete, ids, says, stream
+
+from pd.proxy.requests.openai import CompletionRequest
 
 if TYPE_CHECKING:
     from proxy_cluster import Cluster
@@ -80,6 +84,62 @@ def test_an_error_about_a_constraint_names_the_clients_field(cluster: Cluster) -
     assert response.status_code == 400
     error = response.json()["error"]
     assert (error["message"], error["param"]) == ("guided_choice does not compile", "guided_choice")
+
+
+def test_options_of_a_structural_tag_are_honoured(cluster: Cluster) -> None:
+    cluster.pair(says("x"))
+    client = cluster.client()
+    tag = {
+        "type": "structural_tag",
+        "structures": [{"begin": "<n>", "schema": SCHEMA, "end": "</n>"}],
+        "triggers": ["<n>"],
+    }
+    for number, options in enumerate(
+        ({}, {"at_least_one": True}, {"at_least_one": False, "stop_after_first": True}), 1
+    ):
+        chat(client, response_format=tag | options)
+        found = json.loads(grammar_of(cluster, number).text)["format"]
+        for name in ("at_least_one", "stop_after_first"):
+            assert found.get(name, False) is options.get(name, False)
+
+
+def test_prefixes_are_shared_only_with_the_same_salt_and_key(cluster: Cluster) -> None:
+    prefill, _ = cluster.pair(says("x"))
+    client = cluster.client()
+    fields = [{}, {"cache_salt": "a"}, {"extra_key": "a"}, {"cache_salt": "a", "extra_key": "a"}]
+    asked: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": HELLO}),
+        ("/generate", {"text": "a"}),
+        ("/generate", {"text": "a", "choices": ["b"]}),
+    ]
+    for path, body in asked:
+        for each in fields:
+            assert client.post(path, json=body | each).status_code == 200
+    namespaces = [request.namespace for request in prefill.generates]
+    assert len(namespaces) == len(asked) * len(fields)
+    for number in range(len(fields)):
+        assert len(set(namespaces[number :: len(fields)])) == 1
+    assert namespaces[:2] == ["", "a"]
+    assert len(set(namespaces)) == len(fields)
+
+
+PART = st.text("\x000123:ab", max_size=6)
+
+
+@given(first=st.tuples(PART, PART), second=st.tuples(PART, PART))
+def test_no_two_pairs_of_salt_and_key_have_one_namespace(
+    first: tuple[str, str], second: tuple[str, str]
+) -> None:
+    def namespace(salt: str, key: str) -> str:
+        given = {"prompt": "a", "cache_salt": salt, "extra_key": key}
+        return CompletionRequest.of(given).namespace
+
+    assert (namespace(*first) == namespace(*second)) == (first == second)
+    # What a client could choose as its salt to get at the prefixes of others.
+    assert (namespace(namespace(*first), "") == namespace(*first)) == (
+        namespace(*first) == first[0] and not first[1]
+    )
 
 
 def test_what_ended_an_answer(cluster: Cluster) -> None:
@@ -224,6 +284,58 @@ def test_roles_and_parts_that_templates_know(cluster: Cluster) -> None:
     content = ["a", {"type": "input_text", "text": "b"}, {"type": "text", "text": "c"}]
     chat(cluster.client(), messages=[{"role": "critic", "content": content}])
     assert "<critic>a\nb\nc</critic>" in prompt_of(prefill)
+
+
+def test_parts_of_other_apis_are_text(cluster: Cluster) -> None:
+    prefill, _ = cluster.pair(says("x"))
+    content = [
+        {"type": "output_text", "text": "a", "annotations": []},
+        {"type": "text", "text": None},
+        {"type": "refusal", "refusal": "b"},
+    ]
+    chat(cluster.client(), messages=[{"role": "user", "content": content}])
+    assert "<user>a\nb</user>" in prompt_of(prefill)
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool", "critic"])
+def test_a_content_that_is_null_or_absent_is_empty(cluster: Cluster, role: str) -> None:
+    prefill, _ = cluster.pair(says("x"))
+    client = cluster.client()
+    for number, message in enumerate(({"role": role, "content": None}, {"role": role}), 1):
+        chat(client, messages=[*HELLO, message])
+        assert f"<user>hello</user><{role}></{role}>" in prompt_of(prefill, number)
+
+
+def test_invocations_are_chats_or_completions_by_their_bodies(cluster: Cluster) -> None:
+    cluster.pair(says("hello world"))
+    client = cluster.client(api_key="s3cret")
+    assert client.post("/invocations", json={"prompt": "a"}).status_code == 401
+    client.headers["Authorization"] = "Bearer s3cret"
+
+    def asked(**body: Any) -> Any:
+        return client.post("/invocations", json=body)
+
+    completed = asked(prompt="a", max_tokens=50).json()
+    assert (completed["object"], completed["choices"][0]["text"]) == (
+        "text_completion",
+        "hello world",
+    )
+    chatted = asked(messages=HELLO, prompt=None).json()
+    assert chatted["object"] == "chat.completion"
+    assert chatted["choices"][0]["message"]["content"] == "hello world"
+    body = {"messages": HELLO, "stream": True}
+    with client.stream("POST", "/invocations", json=body) as response:
+        *chunks, done = read_events(response)
+    assert done == "DONE"
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    for wrong, param in (
+        ({}, "messages"),
+        ({"prompt": ""}, "prompt"),
+        ({"messages": HELLO, "prompt": "a"}, "prompt"),
+        ({"messages": HELLO, "n": 0}, "n"),
+    ):
+        answer = asked(**wrong)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 def test_models_are_known_by_their_directory_too(cluster: Cluster) -> None:

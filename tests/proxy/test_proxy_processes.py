@@ -29,6 +29,7 @@ from pd.core.errors import SetupError, UsageError
 from pd.core.messages import Finish
 from pd.proxy.actions import AbortAll, AddWorker, Outcome, RemoveWorker
 from pd.proxy.config import ProxyConfig
+from pd.proxy.dispatcher import ABORTED
 from pd.proxy.ledger import Ledger
 from pd.proxy.metric_families import counted, families_of, merge, render
 from pd.proxy.processes.claims import Claims
@@ -112,7 +113,10 @@ def test_a_rid_is_in_use_in_all_processes_and_aborted_from_any(two: Processes) -
     assert batch.status_code == 400
     aborted = [two.post("/abort_request", rid="mine") for _ in range(2)]
     assert [a.status_code for a in aborted] == [200, 404]
-    assert answer.result(WAIT).json()["meta_info"]["finish_reason"] == {"type": "abort"}
+    assert answer.result(WAIT).json()["meta_info"]["finish_reason"] == {
+        "type": "abort",
+        "message": ABORTED,
+    }
     assert two.node.wait_abort(generate.room)
     # The name is free again, in every process.
     for _ in range(2):
@@ -125,7 +129,10 @@ def test_all_requests_of_all_processes_are_aborted(two: Processes) -> None:
     answers = [answer for answer, _ in two.one_in_each()]
     assert two.post("/abort_request", abort_all=True).json() == {"aborted": 2}
     for answer in answers:
-        assert answer.result(WAIT).json()["meta_info"]["finish_reason"] == {"type": "abort"}
+        assert answer.result(WAIT).json()["meta_info"]["finish_reason"] == {
+            "type": "abort",
+            "message": ABORTED,
+        }
 
 
 def test_the_queue_is_that_of_all_processes(two: Processes) -> None:

@@ -8,22 +8,37 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from test_proxy_tools import ASKED, BOTH, CITIES, CLOCK, WEATHER, Scripted, calls_of
+from hypothesis import given
+from hypothesis import strategies as st
+from test_proxy_tools import (
+    ASKED,
+    BOTH,
+    CITIES,
+    CLOCK,
+    TOKENS,
+    WEATHER,
+    Scripted,
+    calls_of,
+)
 from tool_models import MISTRAL, PLAIN, QWEN
 
 from pd.core.errors import InvalidRequestError
 from pd.proxy.chat_answer import ChatAnswer
 from pd.proxy.chat_output import OutputPlan
 from pd.proxy.chat_template import MAX_PROMPT_CHARACTERS, ChatTemplate
-from pd.proxy.generation import Delta
+from pd.proxy.generation import Delta, FinishReason
 from pd.proxy.grammar_fields import GrammarFields
 from pd.proxy.reasoning import ReasoningParser, ReasoningTags, reasoning_tags
+from pd.proxy.reasoning_count import ReasoningCounter, ReasoningStart
 from pd.proxy.requests.chat import ChatRequest
+from pd.proxy.tools.events import Reasoning
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from proxy_cluster import Cluster
+
+    from pd.proxy.reasoning import Stage
 
 THINK = ReasoningTags("<think>", "</think>")
 THOUGHT = "<think>\nhm, <b>?\n</think>\n\nYes."
@@ -88,6 +103,32 @@ class TestReasoningIsSplitOff:
         assert ask(model, "<think>hm </thi", stream=stream) == ("hm </thi", "")
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"extra_body": NO_THINKING}, {"extra_body": {"separate_reasoning": False}}, {"tools": []}],
+)
+@pytest.mark.parametrize("text", [THOUGHT, "Yes.", "<think>hm", "", f"<think>hm</think>{BOTH}"])
+def test_every_delta_names_reasoning(model: Scripted, text: str, options: dict[str, Any]) -> None:
+    """Loops as DeepSeek's documentation has them read it of each, and then its content."""
+    chunks = list(model.ask(text, stream=True, **options))
+    deltas = [chunk.choices[0].delta.model_dump(exclude_unset=True) for chunk in chunks]
+    for delta in deltas:
+        assert "reasoning_content" in delta
+        shown = [delta.get(name) is not None for name in ("reasoning_content", "content")]
+        assert sum(shown) == (0 if "tool_calls" in delta else 1), delta
+
+
+def test_the_deltas_without_and_with_a_parser() -> None:
+    part, end = Delta("a", [], [], None, first=False, total=0, pieces=0), FinishReason("stop")
+    deltas = [part, part._replace(text=""), part._replace(text="", finish=end)]
+    plan = OutputPlan(None, GrammarFields.of("response_format"))
+    told = [ChatAnswer(plan).deltas(delta) for delta in deltas]
+    assert told == [[{"content": "a"}], [{"content": ""}], [{"reasoning_content": None}]]
+    plan = plan._replace(start=ReasoningStart(THINK, "behind"))
+    told = [ChatAnswer(plan).deltas(delta) for delta in deltas]
+    assert told == [[{"content": text, "reasoning_content": None}] for text in ("a", "", "")]
+
+
 @pytest.mark.parametrize("text", [THOUGHT, "<think>hm </thi", f"<think>hm</think>{BOTH}"])
 def test_reasoning_may_come_in_one_piece(model: Scripted, text: str) -> None:
     body = {"stream_reasoning": False}
@@ -124,6 +165,121 @@ def test_a_message_that_is_continued_says_where_the_answer_begins(model: Scripte
 
     assert continued("<think>I", " see</think>Yes.") == ("see", "Yes.")
     assert continued("<think>I see</think>Y", "es.") == ("", "es.")
+
+
+# ---- its tokens in usage
+
+
+def tokens_of(text: str) -> int:
+    return len(TOKENS.encode(text, add_special_tokens=False).ids)
+
+
+def usages(model: Scripted, *texts: str, **options: Any) -> list[Any]:
+    """The usage of an answer, and of two streams of it: the last one, and those so far."""
+    found = [model.ask(*texts, **options).usage]
+    for also_so_far in (False, True):
+        asked = {"include_usage": True, "continuous_usage_stats": also_so_far}
+        chunks = model.ask(*texts, stream=True, stream_options=asked, **options)
+        found += [chunk.usage for chunk in chunks if chunk.usage is not None]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "reasoning"),
+    [
+        (THOUGHT, {}, "<think>\nhm, <b>?\n</think>"),
+        (THOUGHT, {"extra_body": {"separate_reasoning": False}}, "<think>\nhm, <b>?\n</think>"),
+        (THOUGHT, {"extra_body": {"include_reasoning": False}}, "<think>\nhm, <b>?\n</think>"),
+        ("hm</think>Yes.", {"extra_body": AT_ONCE}, "hm</think>"),
+        ("<think>hm</think>Yes.", {"stop": "</think>"}, "<think>hm</think>"),
+        (f"<think>hm</think>{BOTH}", {"tools": [WEATHER, CLOCK]}, "<think>hm</think>"),
+        ("Yes. <think>hm</think>", {}, ""),
+        ("<think>hm</think>", {"extra_body": NO_THINKING}, ""),
+    ],
+)
+def test_usage_has_the_tokens_of_reasoning(
+    model: Scripted, text: str, options: dict[str, Any], reasoning: str
+) -> None:
+    expected = tokens_of(reasoning)
+    *sofar, last = usages(model, text, **{"tools": []} | options)
+    for usage in (*sofar[:2], last):
+        assert usage.completion_tokens_details.reasoning_tokens == expected
+        assert usage.reasoning_tokens == expected
+    counts = [usage.reasoning_tokens for usage in sofar[2:]]
+    assert counts == sorted(counts)
+    assert all(each.reasoning_tokens <= each.completion_tokens for each in sofar)
+
+
+def test_reasoning_that_is_not_closed_is_all_tokens(model: Scripted) -> None:
+    for usage in (*usages(model, "<think>hm", tools=[])[:2], usages(model, "<think>", tools=[])[0]):
+        assert usage.reasoning_tokens == usage.completion_tokens > 1
+
+
+def test_the_tokens_of_reasoning_are_of_all_choices(model: Scripted) -> None:
+    texts = ("<think>hm</think>Yes.", "No.", "<think>well, well</think>")
+    for usage in usages(model, *texts, n=3, tools=[])[:2]:
+        assert usage.reasoning_tokens == tokens_of(texts[2]) + tokens_of("<think>hm</think>")
+
+
+def test_usage_without_a_parser_does_not_tell_them(cluster: Cluster, tmp_path: Path) -> None:
+    model = Scripted(cluster, tmp_path, QWEN, reasoning_parser="none")
+    for usage in usages(model, THOUGHT, tools=[]):
+        found = usage.model_dump(exclude_unset=True)
+        assert not {"completion_tokens_details", "reasoning_tokens"} & found.keys()
+
+
+class Pieces:
+    """A detokenizer whose token ``i`` is a piece of text."""
+
+    def __init__(self, pieces: list[str]) -> None:
+        self.pieces = pieces
+
+    def push(self, token_id: int) -> str:
+        return self.pieces[token_id]
+
+    def flush(self) -> str:
+        return ""
+
+
+PIECES = st.sampled_from(
+    [
+        "<think>",
+        "</think>",
+        "<th",
+        "ink>",
+        "</",
+        "think>",
+        " ",
+        "\n" * 40,
+        "a",
+        "<",
+        "",
+        "</think>b",
+    ]
+)
+
+
+@given(pieces=st.lists(PIECES, max_size=12), stage=st.sampled_from(["before", "inside", "behind"]))
+def test_tokens_are_counted_as_the_parser_reads_them(pieces: list[str], stage: Stage) -> None:
+    counter = ReasoningCounter(Pieces(pieces), ReasoningStart(THINK, stage))
+    texts = [counter.push(token) for token in range(len(pieces))]
+    assert "".join(texts) == "".join(pieces)
+    closed = None
+    parser = ReasoningParser(THINK, stage, verbatim=True)
+    reasoning = ""
+    for number, piece in enumerate(pieces, 1):
+        if stage == "behind":
+            break
+        events = parser.push(piece)
+        reasoning += "".join(e.text for e in events if isinstance(e, Reasoning))
+        opened = reasoning.lstrip().removeprefix("<think>") if stage == "before" else reasoning
+        if closed is None and opened.endswith("</think>"):
+            closed = number
+    expected = closed
+    if expected is None:
+        expected = len(pieces) if reasoning or stage == "inside" else 0
+    assert counter.count(len(pieces)) == expected
+    assert counter.count(len(pieces) // 2) == min(len(pieces) // 2, expected)
 
 
 # ---- grammars begin behind it
@@ -206,6 +362,34 @@ def test_earlier_reasoning_goes_to_the_template(model: Scripted) -> None:
         messages = [*ASKED, {"role": "assistant", "content": "No.", name: "I think"}, *ASKED]
         ask(model, "Yes.", messages=messages)
         assert "<think>\nI think\n</think>\n\nNo.<|im_end|>" in model.prompt(number)
+
+
+def test_so_do_parts_with_reasoning(model: Scripted) -> None:
+    content = [
+        {"type": "thinking", "thinking": "I think", "signature": "x"},
+        {"type": "redacted_thinking", "data": "secret"},
+        {"type": "reasoning", "reasoning": "so"},
+        {"type": "thinking", "thinking": None},
+        {"type": "text", "text": "No."},
+    ]
+    messages = [*ASKED, {"role": "assistant", "content": content}, *ASKED]
+    ask(model, "Yes.", messages=messages)
+    assert "<think>\nI think\nso\n</think>\n\nNo.<|im_end|>" in model.prompt()
+    assert "secret" not in model.prompt()
+    # The field goes before parts.
+    messages[1]["reasoning"] = "Hm"
+    ask(model, "Yes.", messages=messages)
+    assert "<think>\nHm\n</think>\n\nNo.<|im_end|>" in model.prompt(2)
+
+
+def test_parts_with_reasoning_are_the_assistants(model: Scripted) -> None:
+    for part in (
+        {"type": "thinking", "thinking": "a"},
+        {"type": "reasoning", "reasoning": "a"},
+        {"type": "redacted_thinking", "data": "a"},
+    ):
+        text = model.refused(messages=[{"role": "user", "content": [part]}])
+        assert "messages[0].content may contain only parts like" in text
 
 
 def test_the_effort_is_a_variable_of_the_template() -> None:

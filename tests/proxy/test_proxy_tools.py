@@ -175,6 +175,18 @@ def test_results_go_back_through_the_template(model: Scripted) -> None:
     assert f"tool {first.tool_calls[1].id}rainy<|im_end|>" in prompt
 
 
+def test_arguments_that_are_no_object_go_back_as_an_empty_one(model: Scripted) -> None:
+    """A client that sends back a call which was cut off can go on with its chat."""
+    whole = {"function": {"name": "f", "arguments": '{"a": 1}'}}
+    texts = ['{"city": "Par', "[1]", "Paris", "", " ", '"{}"', "[" * 5000]
+    for number, text in enumerate(texts, 1):
+        broken = {"function": {"name": "g", "arguments": text}}
+        turn = {"role": "assistant", "tool_calls": [whole, broken]}
+        model.ask("Sorry.", messages=[*ASKED, turn, *ASKED])
+        assert '{"name": "f", "arguments": {"a": 1}}' in model.prompt(number)
+        assert '{"name": "g", "arguments": {}}' in model.prompt(number), text
+
+
 def test_an_answer_that_is_cut_off_ends_with_length(model: Scripted) -> None:
     for limit in range(1, len(TOKENS.encode(BOTH).ids)):
         choice = model.ask(BOTH, max_tokens=limit).choices[0]
@@ -337,6 +349,27 @@ def test_a_function_that_is_too_large_is_named(model: Scripted) -> None:
     assert refused.value.param == "tools"
 
 
+@pytest.mark.parametrize("missing", [{}, {"type": None}])
+def test_the_type_of_a_tool_may_be_left_out(model: Scripted, missing: dict[str, Any]) -> None:
+    """The template sees it all the same."""
+    weather = {"function": WEATHER["function"]} | missing
+    choice = {"function": {"name": "get_weather"}} | missing
+    answer = model.ask(BOTH, tools=[weather], tool_choice=choice)
+    assert calls_of(answer.choices[0].message) == CITIES[:1]
+    assert json.dumps(WEATHER) in model.prompt()
+
+
+def test_properties_that_are_null_are_none(model: Scripted) -> None:
+    tool = with_schema(type="object", properties=None, additionalProperties=False)
+    text = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    answer = model.ask(text, tools=[tool], tool_choice="required", extra_body=NO_THINKING)
+    assert calls_of(answer.choices[0].message) == [("f", {})]
+    shown = with_schema(type="object", additionalProperties=False)
+    assert json.dumps(shown) in model.prompt()
+    schema = model.structural_tag()["tags"][0]["content"]["json_schema"]
+    assert schema.get("properties", {}) == {}
+
+
 def test_strict_functions_are_constrained_where_the_model_chooses(model: Scripted) -> None:
     model.ask(BOTH, tools=[strict(WEATHER), CLOCK], extra_body=NO_THINKING)
     found = model.structural_tag()
@@ -436,6 +469,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [5]}, "tools[0] must be an object"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type must be 'function'"),
     ({"tools": [{"type": "function"}]}, "tools[0].function must be an object"),
+    ({"tools": [{}]}, "tools[0].function must be an object"),
     ({"tools": [named("a b")]}, "tools[0].function.name must be 1 to 64 letters"),
     ({"tools": [named("a" * 65)]}, "tools[0].function.name"),
     ({"tools": [CLOCK, CLOCK]}, "tools[1].function.name is 'clock' for a second time"),
@@ -445,20 +479,21 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [with_schema(properties=[])]}, "parameters must be a schema"),
     ({"tool_choice": "maybe"}, "tool_choice must be 'none'"),
     ({"tool_choice": {"type": "function"}}, "tool_choice must be"),
+    ({"tool_choice": {}}, "tool_choice must be"),
+    ({"tool_choice": named("f") | {"type": "tool"}}, "tool_choice must be"),
     ({"tool_choice": named("zzz")}, "'zzz'"),
     ({"tool_choice": "required", "tools": []}, "tool_choice needs a list of tools"),
     ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
     ({"parallel_tool_calls": 1}, "parallel_tool_calls must be a boolean"),
     ({"tools": [with_schema(**{"not": {}})], "tool_choice": "required"}, "'not'"),
     ({"tools": [strict(with_schema(**{"not": {}}))]}, "tools[0].function.parameters: the keyword"),
-    (call(arguments='{"a": '), "arguments must be JSON of an object"),
-    (call(arguments="[1]"), "messages[1].tool_calls[0].function.arguments"),
+    (call(arguments=[1]), "messages[1].tool_calls[0].function.arguments must be an object or a"),
+    (call(arguments=5), "messages[1].tool_calls[0].function.arguments must be an object or a"),
     (call(name=5, arguments="{}"), "messages[1].tool_calls[0].function.name"),
     (call(arguments=" " * (1 << 21)), "characters of arguments"),
     ({"messages": [*ASKED, {"role": "assistant", "tool_calls": {}}]}, "a list of calls"),
     ({"messages": [*ASKED, {"role": "assistant", "tool_calls": [7]}]}, "tool_calls[0] must be"),
     ({"messages": [*ASKED, {"role": "tool", "tool_call_id": 5, "content": ""}]}, "tool_call_id"),
-    ({"messages": [*ASKED, {"role": "user", "content": None}]}, "messages[1].content"),
 ]
 
 

@@ -393,6 +393,16 @@ def test_garbage_on_the_message_socket_does_no_harm(cluster: Cluster) -> None:
     assert post(proxy.url)[0] == 200
 
 
+def test_vllms_name_of_flushing_does_the_same_and_takes_no_get(cluster: Cluster) -> None:
+    nodes = cluster.pair()
+    client = cluster.client()
+    assert client.post("/reset_prefix_cache").json()["flushed"] == [n.instance_id for n in nodes]
+    assert all(node.http_requests[-1][0] == "/flush_cache" for node in nodes)
+    for path in ("/reset_prefix_cache", "/flush_cache"):
+        answer = client.get(path)
+        assert (answer.status_code, answer.headers["Allow"]) == (405, "POST")
+
+
 def test_with_a_cluster_key_nodes_are_administered_by_signed_requests(cluster: Cluster) -> None:
     key = b"0123456789abcdef0123456789abcdef"
     nodes = cluster.pair(cluster_key=key)

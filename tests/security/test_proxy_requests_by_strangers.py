@@ -12,7 +12,7 @@ from edge_helpers import JSON, WEB_PAGES, routes_of
 from proxy_cluster import Cluster
 
 from pd.core.errors import ForbiddenError, UsageError
-from pd.proxy.access import Access, Caller, load_api_keys
+from pd.proxy.access import OPEN_PATHS, Access, Caller, load_api_keys
 from pd.proxy.api_keys import ApiKey
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ ADMIN = [
     ("POST", "/workers", {"role": "decode", "url": "http://127.0.0.1:9"}),
     ("DELETE", "/workers/127.0.0.1:9", None),
     ("POST", "/flush_cache", None),
+    ("POST", "/reset_prefix_cache", None),
     ("POST", "/abort_request", {"abort_all": True}),
 ]
 
@@ -179,6 +180,26 @@ def test_an_inference_key_does_not_administrate(cluster: Cluster) -> None:
     for key, status in (("user", 200), ("root", 200), ("wrong", 401)):
         assert ask(proxy, "POST", "/generate", GENERATE, **bearer(key)) == status
     assert ask(proxy, "POST", "/generate", GENERATE) == 401
+
+
+def test_open_paths_are_open_with_a_slash_too_and_no_others(cluster: Cluster) -> None:
+    proxy = cluster.proxy(text=False, api_key="user")
+    for path in OPEN_PATHS:
+        assert ask(proxy, "GET", path) == 200
+        answer = httpx.get(f"{proxy.url}{path}/", follow_redirects=True)
+        assert (answer.status_code, answer.url.path) == (200, path)
+    for path in (
+        "/",
+        "//",
+        "/v1/models/",
+        "/health//",
+        "/health/x",
+        "//health",
+        "/workers/",
+        "/a/health/",
+    ):
+        answer = httpx.get(f"{proxy.url}{path}", follow_redirects=True)
+        assert answer.status_code == 401, path
 
 
 def test_an_admin_key_alone_leaves_generating_open(cluster: Cluster) -> None:

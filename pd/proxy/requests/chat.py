@@ -113,6 +113,11 @@ class ChatRequest(TemplateFields, OpenAIRequest):
     stream_reasoning: bool = Field(
         True, description="With false, a stream has the reasoning in one piece when it is over."
     )
+    return_prompt_token_ids: bool = Field(
+        False,
+        description="Adds `prompt_token_ids` to the first chunk or the answer, as "
+        "`return_token_ids` does.",
+    )
     echo: bool = Field(
         False, description="Puts the last message before the answer if it is the assistant's."
     )
@@ -120,6 +125,10 @@ class ChatRequest(TemplateFields, OpenAIRequest):
     @property
     def top_tokens(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def shows_prompt_ids(self) -> bool:
+        return self.return_token_ids or self.return_prompt_token_ids
 
     @property
     def echoed(self) -> str:

@@ -37,6 +37,8 @@ MAX_MODEL_CHARACTERS = 4096
 MAX_RID_CHARACTERS = 256
 MIN_PRIORITY, MAX_PRIORITY = -(1 << 31), (1 << 31) - 1
 MAX_TIMEOUT = 1e6
+# Begins the namespaces that are no plain salt.
+_PAIR_MARK = "\0"
 RECOMMENDED = "Unless given, as the model's generation_config.json recommends."
 
 # Fields of neighbouring systems.
@@ -48,6 +50,7 @@ UNSUPPORTED_SAMPLING: dict[str, tuple[object, ...]] = {
     "stop_regex": ([], ""),
     "bad_words": ([],),
     "allowed_token_ids": (),
+    "token_ids_logprob": ([],),
     "min_tokens_penalty": (),
     "logits_processors": ([],),
     "custom_logit_processor": (),
@@ -56,8 +59,11 @@ UNSUPPORTED_SAMPLING: dict[str, tuple[object, ...]] = {
     "custom_params": ({},),
     "vllm_xargs": ({},),
     "repetition_detection": (),
-    "logprob_token_ids": (),
+    "logprob_token_ids": ([],),
     "thinking_token_budget": (),
+    "watermarking": (False,),
+    "return_prompt_text": (False,),
+    "return_routed_experts": (False,),
 }
 
 GrammarText = Annotated[str, Field(max_length=MAX_GRAMMAR_BYTES)]
@@ -207,6 +213,20 @@ class RequestFields(RequestModel):
     cache_salt: Annotated[str, Field(max_length=MAX_RID_CHARACTERS)] = Field(
         "", description="Prefixes are shared only among requests with the same salt."
     )
+    extra_key: Annotated[str, Field(max_length=MAX_RID_CHARACTERS)] = Field(
+        "",
+        description="Prefixes are shared only among requests with the same key, too, if it goes "
+        "with the same `cache_salt`.",
+    )
     timeout: Annotated[float, Bounds(0.0, MAX_TIMEOUT, above=True)] | None = Field(
         None, description="Seconds until 408; unless given, `--request-timeout` of the proxy."
     )
+
+    @property
+    def namespace(self) -> str:
+        """Name of the prefixes that the request may share: the salt itself where there is nothing
+        else, as :mod:`pd.node.kv_events` publishes it. No two pairs of salt and key have one."""
+        salt = self.cache_salt
+        if not self.extra_key and not salt.startswith(_PAIR_MARK):
+            return salt
+        return f"{_PAIR_MARK}{len(salt)}:{salt}{self.extra_key}"

@@ -60,7 +60,6 @@ _UNSUPPORTED_NATIVE: dict[str, tuple[object, ...]] = UNSUPPORTED_SAMPLING | {
     "video_data": ("", [], [None]),
     "input_embeds": (),
     "session_params": (),
-    "token_ids_logprob": (),
     "return_hidden_states": (False,),
     "response_format": (),
     "tools": ([],),

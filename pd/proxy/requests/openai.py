@@ -217,6 +217,11 @@ class OpenAIRequest(SamplingFields, RequestFields):
         return self.max_tokens if most is None else most
 
     @property
+    def shows_prompt_ids(self) -> bool:
+        """Whether the token ids of the prompt are a part of the answer."""
+        return self.return_token_ids
+
+    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
@@ -276,7 +281,11 @@ class OpenAIRequest(SamplingFields, RequestFields):
 class CompletionRequest(OpenAIRequest):
     """A request for completions of one or several prompts."""
 
-    unsupported = UNSUPPORTED_OPENAI | {"tools": ([],), "tool_choice": ("none", "auto")}
+    unsupported = UNSUPPORTED_OPENAI | {
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "return_prompt_token_ids": (False,),
+    }
     renamed = _CHAT_NAMES
 
     prompt: Prompts = Field(

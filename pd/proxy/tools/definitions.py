@@ -47,10 +47,15 @@ class FunctionInput(TypedDict):
     ]
 
 
+ToolType = Annotated[
+    Literal["function"] | None, Field(description="No other kinds are known, so it may be absent.")
+]
+
+
 class ToolInput(TypedDict):
     """A tool as clients write it."""
 
-    type: Annotated[Literal["function"], Field(description="No other kinds are known.")]
+    type: NotRequired[ToolType]
     function: Annotated[FunctionInput, Field(description="The function.")]
 
 
@@ -63,7 +68,7 @@ class FunctionName(TypedDict):
 class NamedTool(TypedDict):
     """The function that has to be called."""
 
-    type: Annotated[Literal["function"], Field(description="No other kinds are known.")]
+    type: NotRequired[ToolType]
     function: Annotated[FunctionName, Field(description="The function.")]
 
 
@@ -117,7 +122,8 @@ def read_tools(value: object) -> Tools | None:
         raise problem(f"has {len(value)} tools; at most {MAX_TOOLS} are taken")
     functions: list[Function] = []
     names: set[str] = set()
-    for number, tool in enumerate(value):
+    shown = list(map(_completed, value))
+    for number, tool in enumerate(shown):
         function = _read_tool(tool, number)
         if function.name in names:
             raise problem(f"is {function.name!r} for a second time", number, "function", "name")
@@ -129,7 +135,22 @@ def read_tools(value: object) -> Tools | None:
         raise problem("is nested too deeply") from None
     if size > MAX_TOOLS_BYTES:
         raise problem(f"has {size} bytes of JSON; at most {MAX_TOOLS_BYTES} are taken")
-    return Tools(functions, value) if functions else None
+    return Tools(functions, shown) if functions else None
+
+
+def _completed(tool: Any) -> Any:
+    """A tool with what clients may leave out, as templates expect it: its type is there, and
+    ``properties`` of its parameters are absent rather than null."""
+    if not isinstance(tool, dict):
+        return tool
+    if tool.get("type") is None:
+        tool = {"type": "function"} | {k: v for k, v in tool.items() if k != "type"}
+    function = tool.get("function")
+    schema = function.get("parameters") if isinstance(function, dict) else None
+    if isinstance(schema, dict) and schema.get("properties", ...) is None:
+        schema = {name: value for name, value in schema.items() if name != "properties"}
+        tool = tool | {"function": function | {"parameters": schema}}
+    return tool
 
 
 def _read_tool(tool: object, number: int) -> Function:
@@ -167,7 +188,8 @@ def read_tool_choice(value: object) -> ToolChoice:
     if value in ("none", "auto", "required"):
         return ToolChoice(value)
     function = value.get("function") if isinstance(value, dict) else None
-    if isinstance(value, dict) and value.get("type") == "function" and isinstance(function, dict):
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind in (None, "function") and isinstance(function, dict):
         name = function.get("name")
         if not isinstance(name, str):
             raise mismatch("a string", name, "function", "name")

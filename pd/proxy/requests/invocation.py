@@ -1,0 +1,28 @@
+"""Bodies of ``/invocations``, which SageMaker sends."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Self
+
+from pydantic import RootModel
+
+from pd.core.errors import InvalidRequestError
+from pd.proxy.request_model import parse_object
+from pd.proxy.requests.chat import ChatRequest
+from pd.proxy.requests.openai import CompletionRequest
+
+
+class InvocationRequest(RootModel[ChatRequest | CompletionRequest]):
+    """A request for the next message of a chat, if it has `messages`, else one for completions."""
+
+    administrative: ClassVar[bool] = False
+
+    @classmethod
+    def parse(cls, body: bytes) -> Self:
+        """The model of a JSON text. Raises InvalidRequestError."""
+        given = parse_object(body)
+        if given.get("messages") is not None:
+            return cls.model_construct(ChatRequest.of(given))
+        if given.get("prompt") is not None:
+            return cls.model_construct(CompletionRequest.of(given))
+        raise InvalidRequestError("messages or prompt is needed", param="messages")
