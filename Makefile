@@ -12,8 +12,9 @@ MATRICES := -n 4 --dist loadfile --no-loadscope-reorder
 # What make test-all runs with elastic nodes, too: parity, reuse, load, faults and failover.
 ELASTIC = $(addprefix tests/e2e/test_,parity.py serving.py load.py faults.py failover.py)
 # What make test-all runs with two processes of every proxy, too, less what is marked one_process.
-PROXIES = tests/proxy $(addprefix tests/security/test_,rids.py connections.py one_client.py \
-	proxy_requests_by_strangers.py workers_as_probes.py)
+PROXIES = tests/proxy $(addprefix tests/security/test_,rids.py connections.py \
+	proxy_requests_by_strangers.py workers_as_probes.py) \
+	'tests/security/test_one_client.py::test_huge_bodies_hold_up_nobody[prompts]'
 # What make bench compares with, and how often it measures both.
 AGAINST ?= HEAD
 PAIRS ?= 7
@@ -39,7 +40,7 @@ test-all: $(VENV)/.installed
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 	$(BIN)/python -m pytest $(MATRICES) -m "full and not starved and not alone"
-	PD_TEST_ELASTIC=auto $(BIN)/python -m pytest $(PARALLEL) -m "not full and not starved" $(ELASTIC)
+	PD_TEST_ELASTIC=auto $(BIN)/python -m pytest $(MATRICES) -m "not full and not starved" $(ELASTIC)
 	PD_TEST_PROXY_WORKERS=2 $(BIN)/python -m pytest $(MATRICES) -m "not full and not starved" $(PROXIES)
 	PD_TEST_AIPERF="$$(sh scripts/aiperf.sh .aiperf $(PYTHON))" $(BIN)/python -m pytest -m alone
 	$(BIN)/python -m pytest -m starved

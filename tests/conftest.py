@@ -51,8 +51,15 @@ BEGIN_FIRST = (
     "tests/transfer/test_transfer_nixl.py",
     "tests/grammar/test_hostile_grammars.py",
     "tests/speculative/test_many_streams.py",
+    "tests/speculative/test_pairs.py",
     "tests/grammar/test_random_schemas.py",
+    "tests/grammar/test_tool_calls.py",
+    "tests/e2e/test_recall.py",
+    "tests/e2e/test_load.py",
     "tests/e2e/test_damage_rate.py",
+    "tests/e2e/test_elastic_processes.py",
+    "tests/proxy/test_with_uvloop.py",
+    "tests/assets/test_embedded_model.py",
 )
 
 

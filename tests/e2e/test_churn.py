@@ -24,8 +24,8 @@ def cases(checkpoint: Callable[[str], Path], seed: int) -> list[Case]:
     ("backend", "requests", "per_second", "events_per_kill"),
     [
         *((backend, 100, PER_SECOND, EVENTS_PER_KILL) for backend in PROCESSES),
-        # Three minutes, for more than 20 kills.
-        (TCP, 1000, PER_SECOND / 2, 6),
+        # Two minutes, for more than 20 kills.
+        (TCP, 600, PER_SECOND / 2, 4),
     ],
     ids=str,
     indirect=["backend"],

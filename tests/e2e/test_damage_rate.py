@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("prompts", [60])
+@pytest.mark.parametrize("prompts", [40])
 @pytest.mark.timeout(600)
 def test_the_digest_notices_all_and_the_rate_of_other_answers_is_told(
     tmp_path: Path, seed: int, prompts: int

@@ -113,7 +113,8 @@ def test_every_feature_survives_signals(
             else:
                 victim.child.wait(60)
                 victim.restart()
-    assert moved, seed
+    # A prefill node that is asked to end may have computed all of its prompts before they can move.
+    assert moved or (sign, role) == (signal.SIGTERM, "prefill"), seed
     made.wait_ready()
     made.wait_idle(60)
 

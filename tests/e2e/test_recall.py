@@ -72,7 +72,7 @@ def unified_answers(prompts: int) -> list[str]:
     ("prompts", "backend"),
     [
         *(pytest.param(3, backend, id=f"3-{backend}") for backend in (TCP, NIXL)),
-        pytest.param(100, TCP, id="100-tcp", marks=pytest.mark.full),
+        pytest.param(60, TCP, id="60-tcp", marks=pytest.mark.full),
         *(
             pytest.param(25, backend, id=f"25-{backend}", marks=pytest.mark.full)
             for backend in IN_PROCESS

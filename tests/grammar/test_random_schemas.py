@@ -58,8 +58,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.mark.parametrize(
     ("count", "deployments"),
-    [(40, DEPLOYMENTS[::2]), pytest.param(300, DEPLOYMENTS, marks=pytest.mark.full)],
-    ids=["40", "300"],
+    [(40, DEPLOYMENTS[::2]), pytest.param(150, DEPLOYMENTS, marks=pytest.mark.full)],
+    ids=["40", "150"],
 )
 @pytest.mark.timeout(900)
 def test_random_schemas(model: Path, count: int, deployments: list[Deployment]) -> None:
@@ -72,9 +72,9 @@ def test_random_schemas(model: Path, count: int, deployments: list[Deployment]) 
         (3, TRAINED[::3]),
         pytest.param(30, TRAINED, marks=pytest.mark.full),
         # Whether all deployments say the same is what the 30 are for.
-        pytest.param(300, TRAINED[3:4], marks=pytest.mark.full),
+        pytest.param(200, TRAINED[3:4], marks=pytest.mark.full),
     ],
-    ids=["3", "30", "300"],
+    ids=["3", "30", "200"],
 )
 @pytest.mark.timeout(900)
 def test_random_schemas_on_a_trained_model(count: int, deployments: list[Deployment]) -> None:
