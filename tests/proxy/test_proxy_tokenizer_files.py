@@ -20,7 +20,7 @@ from proxy_tokenizers import CORPUS, byte_level
 from tokenizers import Tokenizer
 
 from pd.core.errors import UsageError
-from pd.proxy.chat_template import load_templates
+from pd.proxy.chat_template import load_templates, read_config
 from pd.proxy.detokenizer import TokenTable
 from pd.proxy.tokenizer import TextModels
 from pd.proxy.tokenizer_files import load_tokenizer
@@ -177,7 +177,7 @@ def test_templates_that_cannot_be_read_name_their_file(
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UsageError, match=says):
-        load_templates(tmp_path)
+        load_templates(tmp_path, read_config(tmp_path))
 
 
 def test_a_template_without_the_right_to_read_it_names_its_file(
@@ -191,7 +191,7 @@ def test_a_template_without_the_right_to_read_it_names_its_file(
     (tmp_path / "chat_template.jinja").write_text("")
     monkeypatch.setattr(Path, "read_text", refuse)
     with pytest.raises(UsageError, match=r"cannot read .*chat_template\.jinja: Permission denied$"):
-        load_templates(tmp_path)
+        load_templates(tmp_path, read_config(tmp_path))
 
 
 def test_a_nodes_template_that_is_no_text_costs_only_chat(cluster: Cluster, tmp_path: Path) -> None:
