@@ -135,7 +135,7 @@ def test_ranks_that_are_gone_while_kv_is_saved_end_the_node(
 
     with tiny_cluster(**POOL) as cluster:
         node = cluster.decode[0].node
-        monkeypatch.setattr(node.engine, "save_pages", gone)
+        monkeypatch.setattr(node.engine.pool, "gather_pages", gone)
         prompts = random_prompts(6, [20, 21, 22, 23])
         sent = [cluster.client.generate(p, cluster.pair, max_tokens=60) for p in prompts]
         for request in sent:

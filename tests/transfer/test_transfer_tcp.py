@@ -201,10 +201,6 @@ def test_strangers_fill_no_log(d, caplog) -> None:
     assert 1 <= caplog.text.count("closed the data connection of 127.0.0.1") < 50
 
 
-# ---- frames that are well-formed but not wanted
-
-
-@pytest.mark.parametrize(("room", "epoch"), [(b"x" * 16, 1), (ROOM, 2), (ROOM, 0)])
 @pytest.mark.parametrize("is_greeted", [False, True])
 def test_a_connection_that_cannot_be_watched_is_closed_and_the_next_one_is_read(
     d, target, open_socket, caplog, is_greeted
@@ -225,6 +221,10 @@ def test_a_connection_that_cannot_be_watched_is_closed_and_the_next_one_is_read(
     receiver.abort()
 
 
+# ---- frames that are well-formed but not wanted
+
+
+@pytest.mark.parametrize(("room", "epoch"), [(b"x" * 16, 1), (ROOM, 2), (ROOM, 0)])
 def test_unknown_rooms_and_epochs_are_discarded_and_the_connection_survives(
     d, target, open_socket, room, epoch
 ) -> None:
