@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import socket
+from typing import Any
 from urllib.parse import urlsplit
 
 from pd.core.brief import brief
 from pd.core.errors import InvalidRequestError, SetupError
+
+_NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 def in_url(host: str) -> str:
@@ -16,7 +20,7 @@ def in_url(host: str) -> str:
 
 def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
     """A TCP socket that is bound and does not listen yet. Of the addresses that a name has, it gets
-    the first that can be had, those of IPv4 before others.
+    the first that this host has, those of IPv4 before others.
 
     Raises SetupError in one line, naming ``flag``.
     """
@@ -27,19 +31,22 @@ def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
     reason: str | None = None
     for family, kind, protocol, _, address in sorted(found, key=lambda x: x[0] != socket.AF_INET):
         try:
-            bound = socket.socket(family, kind, protocol)
+            return _bound(socket.socket(family, kind, protocol), address)
         except OSError as error:
-            reason = reason or error.strerror
-            continue
-        try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind(address)
-        except OSError as error:
-            bound.close()
-            reason = reason or error.strerror
-            continue
-        return bound
+            reason = error.strerror
+            if error.errno not in _NO_SUCH_ADDRESS:
+                break  # a port that is taken is taken, whatever other addresses there are
     raise SetupError(f"cannot listen on {host}:{port}: {reason}; choose another {flag} or --host")
+
+
+def _bound(made: socket.socket, address: tuple[Any, ...]) -> socket.socket:
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+    except OSError:
+        made.close()
+        raise
+    return made
 
 
 def check_node_url(text: str) -> str:

@@ -48,7 +48,8 @@ class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         max_queue_size: how often changes are collected, ten times a second, before the thread that
             publishes them took the first; beyond that they are collected together.
         topic: first frame of each message.
-        token_ids: events also carry the tokens of prompts without a ``cache_salt``.
+        token_ids: events also carry the tokens of prompts without a ``cache_salt`` and an
+            ``extra_key``.
     """
 
     enable_kv_cache_events: bool = False

@@ -118,7 +118,7 @@ class TakeBack(Message):
 
 
 class ProxyHeartbeat(Message):
-    """Sent to every worker twice a second; ``to`` is empty until the instance is known.
+    """Sent to every node twice a second; ``to`` is empty until the instance is known.
 
     A proxy has two senders of them: its event loop, and a thread under
     :func:`heartbeat_identity`, which only keeps the lease and gets no answer.

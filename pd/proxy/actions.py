@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import TYPE_CHECKING, Protocol, cast
 
 import msgspec
@@ -67,7 +68,8 @@ class ReadMetrics(msgspec.Struct, tag=True):
 
 
 class ReadLoad(msgspec.Struct, tag=True):
-    """Gives the number of requests under way and that of tokens generated since the start."""
+    """Gives the process id, the number of requests under way and that of tokens generated since the
+    start."""
 
 
 Action = (
@@ -130,7 +132,7 @@ class Performer:
             case ReadMetrics():
                 return self._metrics.families(self._pool.nodes)
             case ReadLoad():
-                return [len(self._dispatcher.jobs), self._metrics.output_tokens.value]
+                return [os.getpid(), len(self._dispatcher.jobs), self._metrics.output_tokens.value]
 
     def outcome(self, action: Action) -> Outcome:
         """The value or the error of an action."""

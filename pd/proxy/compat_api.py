@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 import uuid
 from typing import TYPE_CHECKING, cast
@@ -55,8 +56,8 @@ class CompatAPI:
         self._tokenizer = tokenizer
         self._health = asyncio.Lock()
         self._shared_load = SharedAnswer(self._read_load)
-        # When the throughput was told last, and the tokens that there were.
-        self._told = (time.monotonic(), 0)
+        # When the throughput was told last, and the tokens that each process had.
+        self._told: tuple[float, dict[int, int]] = (time.monotonic(), {os.getpid(): 0})
 
     async def version(self, request: Request) -> Response:
         """The proxy's version, in vLLM's shape."""
@@ -84,14 +85,13 @@ class CompatAPI:
     async def server_info(self, request: Request) -> Response:
         """Facts about the deployment of the first model, in SGLang's shape, with which its
         benchmarks label their results."""
+        throughput = self._throughput(await self._shared_load.get())
         limits = (await self._service.model(None)).limits
         path = limits.model_path or limits.model
+        # From here on nothing waits, so no node goes.
         pools = self._router.pools(limits.model)
-        _, tokens = await self._shared_load.get()
-        now, (then, before) = time.monotonic(), self._told
-        self._told = (now, tokens)
-        # A process of the proxy that was started anew counts from 0.
-        throughput = max(0, tokens - before) / max(now - then, _LEAST_SECONDS)
+        if not pools:
+            raise UnavailableError("no node is known any more")
         facts = ServerFacts(
             version=__version__,
             model_path=path,
@@ -104,16 +104,23 @@ class CompatAPI:
         )
         return json_response(facts)
 
+    def _throughput(self, load: list[list[int]]) -> float:
+        """Tokens per second since this was asked last. Processes of the proxy that began meanwhile,
+        or did not answer then, do not count."""
+        now, (then, before) = time.monotonic(), self._told
+        tokens = {process: count for process, _, count in load}
+        self._told = (now, tokens)
+        more = sum(count - before.get(process, count) for process, count in tokens.items())
+        return more / max(now - then, _LEAST_SECONDS)
+
     async def load(self, request: Request) -> Response:
         """The number of requests under way, in vLLM's shape."""
-        requests, _ = await self._shared_load.get()
-        return json_response(ServerLoad(server_load=requests))
+        load = await self._shared_load.get()
+        return json_response(ServerLoad(server_load=sum(requests for _, requests, _ in load)))
 
-    async def _read_load(self) -> tuple[int, int]:
-        """Requests under way and tokens generated so far, in all processes of the proxy."""
-        found = cast("list[list[int]]", await self._everywhere(ReadLoad()))
-        requests, tokens = map(sum, zip(*found, strict=True))
-        return requests, tokens
+    async def _read_load(self) -> list[list[int]]:
+        """Of each process of the proxy: its id, requests under way and tokens generated so far."""
+        return cast("list[list[int]]", await self._everywhere(ReadLoad()))
 
     async def health_generate(self, request: Request) -> Response:
         """200 if a token comes from the nodes within 20 s, else 503, as in SGLang. However many

@@ -318,6 +318,10 @@ class Dispatcher:
         if message.fault == "nobody":
             # The node is about to end: it gets nothing more before a heartbeat says otherwise.
             node.accepting = False
+        if node is attempt.first and not attempt.needs_first:
+            # It ended before it knew that the decode node has all that it needs.
+            node.active.pop(attempt, None)
+            return
         self._failovers.failed(attempt, node, error, message.fault)
 
     def _step_failed(self, node: NodeHandle, message: StepFailed) -> None:
@@ -326,7 +330,12 @@ class Dispatcher:
         for attempt in attempts:
             if attempt.generation.finished and node is attempt.first:
                 self._settle(attempt.generation)
-        concerned = [attempt for attempt in attempts if not attempt.generation.finished]
+        concerned = [
+            attempt
+            for attempt in attempts
+            if not attempt.generation.finished
+            and (node is not attempt.first or attempt.needs_first)
+        ]
         if concerned:
             error = NodeFailedError(message.error.message)
             self._failovers.step_failed(concerned, node, error)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 
 class InvocationsAPI:
+    """``/invocations``."""
+
     def __init__(self, chat: ChatAPI, completions: CompletionsAPI) -> None:
         self._chat = chat
         self._completions = completions

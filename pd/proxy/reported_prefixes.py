@@ -85,16 +85,21 @@ class ReportedPrefixes:
 
     def _leading(self, pages: Sequence[int], since: float = 0.0) -> int:
         """How many of a prompt's first pages are cached, or were sent there since a time. A page is
-        removed before those that lead to it, so there are no gaps."""
-        low, high = 0, len(pages)
+        removed before those that lead to it, so there are no gaps; and none was sent before the
+        first one, so that all that are there are as fresh as that."""
+        if not pages or not self._is_there(pages[0], since):
+            return 0
+        low, high = 1, len(pages)
         while low < high:
             middle = (low + high + 1) // 2
-            page = pages[middle - 1]
-            if page in self._held or self._expected.get(page, -1.0) >= since:
+            if self._is_there(pages[middle - 1], since):
                 low = middle
             else:
                 high = middle - 1
         return low
+
+    def _is_there(self, page: int, since: float) -> bool:
+        return page in self._held or self._expected.get(page, -1.0) >= since
 
     def _pages(self, tokens: IntArray, namespace: str, data: bytes | None) -> tuple[int, ...]:
         data = tokens.tobytes() if data is None else data

@@ -435,7 +435,7 @@ class InternalState(TypedDict):
 
     last_gen_throughput: Annotated[
         float,
-        Field(description="Generated tokens per second since this was asked last, or the start."),
+        Field(description="Generated tokens per second since this process was asked last."),
     ]
     avg_spec_accept_length: Annotated[
         None, Field(description="Nodes have it, as metrics of speculative decoding.")
@@ -450,9 +450,7 @@ class ServerFacts(TypedDict):
     tokenizer_path: str
     served_model_name: str
     context_length: int
-    page_size: Annotated[
-        int, Field(description="Tokens of a page: of nodes that differ the least.")
-    ]
+    page_size: Annotated[int, Field(description="Tokens of a page; the least, if nodes differ.")]
     max_total_num_tokens: Annotated[
         int, Field(description="Tokens whose KV the nodes that generate hold together.")
     ]

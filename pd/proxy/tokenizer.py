@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 # Token ids of one text. Above it no model's context ends, and what is made of them would take long.
 MAX_TEXT_TOKENS = 1 << 20
 _MIN_LONGEST = 64
+# A node's model directory that has no tokenizer is looked at again after this long.
+RETRY_SECONDS = 30.0
 
 
 class TextModel:
@@ -211,6 +213,10 @@ class TextModels:
     def _forget_failed(self, directory: str, loaded: asyncio.Future[TextModel | None]) -> None:
         if loaded.cancelled() or loaded.exception() is not None:
             del self._models[directory]
+        elif loaded.result() is None:
+            # The directory may be mounted later. Meanwhile requests are served without text.
+            loop = asyncio.get_running_loop()
+            loop.call_later(RETRY_SECONDS, self._models.pop, directory, None)
 
     def _load(self, directory: str) -> TextModel | None:
         if self._configured is not None:

@@ -37,7 +37,14 @@ def tokenizer_info(
             settings[name] = _rounded(value)
     kind = settings.get("tokenizer_class")
     named = {"tokenizer_class": kind if isinstance(kind, str) else _DEFAULT_CLASS}
-    return settings | named | dict(special_tokens) | {"chat_template": template}
+    told = settings | named | dict(special_tokens) | {"chat_template": template}
+    return {_whole(name): _whole(value) for name, value in told.items()}
+
+
+def _whole(value: Any) -> Any:
+    """The same; half a character, which JSON files can name and answers cannot, as a question
+    mark."""
+    return value.encode(errors="replace").decode() if isinstance(value, str) else value
 
 
 def _is_told(name: str, value: object) -> bool:

@@ -30,6 +30,22 @@ def test_a_name_is_bound_by_the_first_address_that_can_be_had(
         assert bound.getsockname()[0] == "127.0.0.1"
 
 
+def test_a_port_that_is_taken_at_one_address_is_not_had_at_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Clients of the name would reach either server."""
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        found: list[Any] = [
+            (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port)),
+            (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.2", port)),
+        ]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: found)
+        with pytest.raises(SetupError, match="in use"):
+            bind("a-name", port)
+
+
 def test_an_address_that_cannot_be_had_is_named_with_its_flag() -> None:
     with bind("127.0.0.1", 0) as taken:
         taken.listen()

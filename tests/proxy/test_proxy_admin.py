@@ -286,6 +286,11 @@ def test_tokenizer_info_is_bounded() -> None:
     }
 
 
+def test_half_a_character_in_a_tokenizers_settings_is_told_as_a_question_mark() -> None:
+    info = tokenizer_info({"a": "\ud800"}, {"eos_token": "\udfff"}, "{{ '\ud800' }}")
+    assert (info["a"], info["eos_token"], info["chat_template"]) == ("?", "?", "{{ '?' }}")
+
+
 def test_a_proxy_without_a_tokenizer_has_no_tokenizer_info(cluster: Cluster) -> None:
     cluster.pair()
     answer = cluster.client(text=False).get("/tokenizer_info")

@@ -105,6 +105,27 @@ def test_impossible_figures_of_a_node_fail_the_request_that_they_are_about(
     assert wrong.error["code"] == "node_failed"
 
 
+@pytest.mark.parametrize("whole_step", [False, True])
+def test_a_prefill_node_that_fails_what_the_decode_node_has_costs_nothing(
+    cluster: Cluster, *, whole_step: bool
+) -> None:
+    """As if it had stopped before it had the acknowledgement of its commit."""
+    prefill, decode = cluster.pair(auto=False)
+    stream = Stream(cluster.proxy(text=False).url, [5, 6], 3)
+    prefill.say(prefill.wait_generate(), [7], cached_tokens=0)
+    request = decode.wait_generate()
+    decode.say(request, [7, 8])
+    wait_until(lambda: stream.output == [7, 8])
+    if whole_step:
+        prefill.fail_step([prefill.wait_generate()])
+    else:
+        prefill.fail(prefill.wait_generate(), "node_failed")
+    wait_until(lambda: not prefill._outbox.qsize())
+    decode.say(request, [9], position=2, finish=Finish("length"))
+    assert stream.join(20).succeeded_as([7, 8, 9])
+    assert not decode.aborts
+
+
 @pytest.mark.one_process("looks into the proxy")
 def test_requests_that_wait_for_a_node_expire_though_the_first_that_did_set_nodes_free(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

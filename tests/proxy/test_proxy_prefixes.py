@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from typing import Any
 
@@ -65,6 +66,19 @@ def test_prompts_that_begin_alike_have_the_hashes_that_each_has_alone(seed: int)
         whole = data[: len(data) // page_bytes * page_bytes]
         alone = as_numbers(page_hashes(first_hash(namespace), whole, page_bytes))
         assert prompt_hashes(data, namespace, page_size) == alone
+
+
+def test_a_prompt_that_grows_keeps_its_beginning_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A conversation's pages were noted at different times, the first ones long ago."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    known = ReportedPrefixes(PAGE, 10_000)
+    prompt = tokens(*range(40 * PAGE))
+    for pages in range(10, 41, 10):
+        known.insert(prompt[: pages * PAGE], "")
+        now[0] += 0.4
+    now[0] = 1000.0 + 5.5  # the first ones were noted so long before, if never since
+    assert known.match(prompt, "") == len(prompt)
 
 
 def test_many_answers_hash_and_note_the_pages_of_their_prompt_once(

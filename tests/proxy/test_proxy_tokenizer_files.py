@@ -215,6 +215,23 @@ def test_a_directory_that_could_not_be_read_is_tried_again(tmp_path: Path) -> No
     assert len(asyncio.run(ask_twice()).encode("hello", add_special_tokens=False))
 
 
+def test_a_nodes_directory_without_a_tokenizer_is_looked_at_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be mounted late."""
+    monkeypatch.setattr("pd.proxy.tokenizer.RETRY_SECONDS", 0.05)
+
+    async def ask() -> Any:
+        models = TextModels(None)
+        assert await models.get(str(tmp_path)) is None
+        byte_level().save(str(tmp_path / "tokenizer.json"))
+        assert await models.get(str(tmp_path)) is None, "not at once"
+        await asyncio.sleep(0.2)
+        return await models.get(str(tmp_path))
+
+    assert asyncio.run(ask()) is not None
+
+
 @pytest.mark.one_process("looks at the state of one process")
 def test_a_load_that_fails_in_another_way_holds_up_neither_the_start_nor_later_requests(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -73,7 +73,7 @@ class EventEncoder:
 
     Args:
         block_size: tokens of a block, which is a page.
-        token_ids: also say which tokens, of prompts without a ``cache_salt``.
+        token_ids: also say which tokens, of prompts without a ``cache_salt`` and an ``extra_key``.
     """
 
     def __init__(self, block_size: int, *, token_ids: bool) -> None:
