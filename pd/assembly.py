@@ -147,6 +147,8 @@ def _vocabulary(config: NodeConfig, model: ModelConfig) -> Vocabulary | str:
             "transformers writes one: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
         )
     stop_ids = [token for token in model.eos_token_ids if 0 <= token < model.vocab_size]
+    if not stop_ids:
+        return "its model names no token that ends an answer: eos_token_id in config.json"
     return Vocabulary(str(path), model.vocab_size, stop_ids)
 
 

@@ -160,8 +160,8 @@ class TokenMasks(NamedTuple):
 class Sampler:
     """Samples one token for each row of a step. Used by one thread.
 
-    The order is that of vLLM: repetition, frequency and presence penalties, logit bias and minimum
-    length on the raw logits; then temperature, top-k, top-p, min-p; then Gumbel noise keyed by
+    The order is: repetition, frequency and presence penalties, logit bias and minimum length on the
+    raw logits; then temperature, top-k, top-p, min-p; then Gumbel noise keyed by
     (seed, position, token id), so that a row's token depends on nothing else in the batch.
     """
 

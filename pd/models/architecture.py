@@ -23,11 +23,13 @@ class Architecture:
     Attributes:
         defaults: values that transformers assumes for keys which ``config.json`` leaves out, where
             they are not the same for all architectures.
+        default_eos: the id that ends an answer where no file has the key, as in transformers.
         width_key: key of ``config.json`` for the width of the MLP, or of one expert.
         has_experts: whether the MLP is a sparse mixture of experts.
     """
 
     defaults: ClassVar[Settings] = {}
+    default_eos: ClassVar[int | None] = 2
     width_key: ClassVar[str] = "intermediate_size"
     has_experts: ClassVar[bool] = False
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     from pd.models.settings import Settings
 
+_ORIGINAL_CONTEXT = "original_max_position_embeddings"
+
 
 @dataclass(frozen=True)
 class RopeConfig:
@@ -157,7 +159,7 @@ class ModelConfig:
                 positive_int(cfg, "num_experts_per_tok") if architecture.has_experts else 0
             ),
             dtype=str(dtype).removeprefix("torch.") if dtype else None,
-            eos_token_ids=_eos_token_ids(cfg, generation or {}),
+            eos_token_ids=_eos_token_ids(raw, generation or {}, default=architecture.default_eos),
             bos_token_id=bos_token_id if isinstance(bos_token_id, int) else None,
         )
         config = architecture.adapt(shared, cfg)
@@ -258,18 +260,21 @@ def _rope(cfg: Settings) -> RopeConfig:
         return RopeConfig(theta)
     if kind == "linear":
         return RopeConfig(theta, kind, number(rope, "factor"))
-    context = positive_int(cfg, "max_position_embeddings")
+    context, original = positive_int(cfg, "max_position_embeddings"), _ORIGINAL_CONTEXT
     return RopeConfig(
         theta,
         kind,
         factor=number(rope, "factor"),
         low_freq_factor=number(rope, "low_freq_factor"),
         high_freq_factor=number(rope, "high_freq_factor"),
-        original_context=positive_int_or(rope, "original_max_position_embeddings", context),
+        # As in transformers, the key of the file goes before that of the rope setting.
+        original_context=positive_int_or(cfg, original, positive_int_or(rope, original, context)),
     )
 
 
-def _eos_token_ids(*configs: Settings) -> tuple[int, ...]:
+def _eos_token_ids(*configs: Settings, default: int | None) -> tuple[int, ...]:
+    if not any("eos_token_id" in config for config in configs):
+        return () if default is None else (default,)
     ids: set[int] = set()
     for config in configs:
         value = config.get("eos_token_id")

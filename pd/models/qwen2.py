@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 class Qwen2(Architecture):
     """The biases are always there, whatever ``attention_bias`` says."""
 
+    default_eos = None
     defaults: ClassVar[Settings] = {"num_key_value_heads": 32}
 
     def adapt(self, config: ModelConfig, cfg: Settings) -> ModelConfig:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 class Qwen3(Architecture):
     """Biases of attention are those that the configuration asks for."""
 
+    default_eos = None
     defaults: ClassVar[Settings] = {"num_key_value_heads": 32, "head_dim": 128}
 
     def adapt(self, config: ModelConfig, cfg: Settings) -> ModelConfig:

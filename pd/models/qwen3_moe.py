@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 class Qwen3Moe(Qwen3):
     """A window is in use wherever ``use_sliding_window`` is set."""
 
+    default_eos = None
     defaults: ClassVar[Settings] = {
         "num_key_value_heads": 4,
         "num_experts": 128,

@@ -55,6 +55,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "n_group": (None, 0, 1),
     "scoring_func": (None, "softmax"),
     "routed_scaling_factor": (None, 1, 1.0),
+    "per_layer_config": (None, {}),
     "is_encoder_decoder": (None, False),
     "add_cross_attention": (None, False),
 }
@@ -104,6 +105,10 @@ def refuse(key: str, value: object) -> NoReturn:
 
 
 def _check_rope(cfg: Settings) -> None:
+    one, other = (_scaling(cfg.get(name)) for name in ("rope_parameters", "rope_scaling"))
+    if one and other and one != other:
+        # transformers takes one of them, and which depends on its version.
+        refuse("rope_scaling beside another rope_parameters", cfg["rope_scaling"])
     for name in ("rope_parameters", "rope_scaling"):
         rope = cfg.get(name)
         if not rope:
@@ -115,6 +120,15 @@ def _check_rope(cfg: Settings) -> None:
             refuse(f"{name}.partial_rotary_factor", rope["partial_rotary_factor"])
         if rope.get("mrope_section"):
             refuse(f"{name}.mrope_section", rope["mrope_section"])
+
+
+def _scaling(rope: object) -> dict[str, object]:
+    """What a rope setting says of the scaling: type and numbers."""
+    if not isinstance(rope, dict):
+        return {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    numbers = {k: v for k, v in rope.items() if k not in ("rope_type", "type", "rope_theta")}
+    return {"rope_type": kind, **numbers}
 
 
 def _check_window(architecture: Architecture, cfg: Settings) -> None:

@@ -236,6 +236,8 @@ class CombinedScheduler:
             if index == 0 and request.params.prompt_logprobs_start is not None:
                 output.prompt_logprobs = request.progress.logprobs
             rooms.emit(request, output)
+        # Nothing more is drawn with these; rows of penalties would be kept for them.
+        request.progress.choices = []
         return tokens
 
     def observe(self, shape: StepShape, seconds: float) -> float:

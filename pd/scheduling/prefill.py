@@ -26,8 +26,11 @@ if TYPE_CHECKING:
     from pd.scheduling.memory import Memory
     from pd.scheduling.waiting_queue import WaitingQueue
 
-# Log probabilities of a prompt need a row of the vocabulary per token; this bounds their memory.
+# Log probabilities of a prompt need a row of the vocabulary per token. Their memory is bounded by
+# rows of one prompt in a step, and by bytes in float32 of all prompts in a step (but no less than
+# that many rows).
 MAX_LOGPROB_CHUNK = 512
+_MAX_LOGPROB_BYTES = 1 << 30
 # Up to so many prompts that wait, their tokens are counted anew for each step.
 _MOST_COUNTED = 16
 # Seconds after which prompts are forgotten that were computed, since others take their pages, and
@@ -52,10 +55,12 @@ class _Step:
     Attributes:
         budget: its tokens; ``left``: those that are neither given nor kept for ``oldest``.
         enough: tokens beyond which nothing is added to a step in which a prompt ends.
+        rows: rows of logits that are left for log probabilities of prompts.
     """
 
     budget: int
     enough: int
+    rows: int
     left: int = field(init=False)
     given: int = 0
     oldest: Request | None = None
@@ -116,6 +121,8 @@ class PrefillScheduler:
         headroom: Callable[[Request], int] = lambda request: 0,
     ) -> None:
         self._model = engine.model_config
+        rows = _MAX_LOGPROB_BYTES // (4 * self._model.vocab_size)
+        self._logprob_rows = max(MAX_LOGPROB_CHUNK, rows)
         self._memory = memory
         self._will_leave = will_leave
         self._reclaim = reclaim
@@ -247,7 +254,7 @@ class PrefillScheduler:
         A step in which a prompt ends is no longer than it must be to make full use of a GPU, unless
         many tokens wait: the first token comes when the whole step is done.
         """
-        step = _Step(budget, self._enough(budget))
+        step = _Step(budget, self._enough(budget), self._logprob_rows)
         oldest = next((request for request in self.running if self._left(request)), None)
         if oldest is not None:
             wanted = min(self._limit(oldest), self._left(oldest))
@@ -366,7 +373,7 @@ class PrefillScheduler:
         if request.times.admitted is None:
             request.times.admitted = time.monotonic()
             request.progress.cached_tokens = sequence.num_computed
-        if not request.progress.choices:
+        if not request.progress.choices and request.times.first_token is None:
             self._make_choices(request)
         return True
 
@@ -397,20 +404,20 @@ class PrefillScheduler:
             return None
         return request.params.prompt_logprobs_start
 
-    def _limit(self, request: Request) -> int:
-        """Tokens of a prompt that one step may compute. Those before the first whose logits are
-        needed need no rows, so they are not counted."""
+    def _limit(self, request: Request, rows: int = MAX_LOGPROB_CHUNK) -> int:
+        """Tokens of a prompt that one step may compute, with so many rows of logits. Those before
+        the first whose logits are needed need no rows, so they are not counted."""
         length, start = len(request.prompt), self._logprobs_from(request)
         if start is None:
             return length
         computed = length - self._left(request)
-        return min(length, max(0, start - 1 - computed) + MAX_LOGPROB_CHUNK)
+        return min(length, max(0, start - 1 - computed) + min(rows, MAX_LOGPROB_CHUNK))
 
     def _chunk(self, request: Request, step: _Step) -> None:
         """Give a prompt what the step has for it."""
         sequence = request.sequence
         length, left = len(request.prompt), self._left(request)
-        wanted = min(left, self._limit(request))
+        wanted = min(left, self._limit(request, step.rows))
         # Behind the launched chunk that ends a prompt nothing is left of it.
         taken = step.take(request, wanted, to_end=0 < wanted == left)
         if not taken:
@@ -424,6 +431,8 @@ class PrefillScheduler:
         ends = stop == length and not request.times.first_token
         samples = list(request.progress.choices) if ends else []
         sequence.launched = work = Work(sequence, start, stop, samples, logprobs_from)
+        if logprobs_from is not None:
+            step.rows -= work.num_logits
         step.works.append(work)
 
     def process(self, works: list[Work]) -> list[Work]:

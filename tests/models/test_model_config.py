@@ -159,8 +159,41 @@ class TestSpellings:
         config = ModelConfig.from_dict(small("llama", eos_token_id=None))
         assert config.eos_token_ids == ()
 
+    @pytest.mark.parametrize(
+        ("kind", "assumed"), [("llama", (2,)), ("mixtral", (2,)), ("qwen3", ())]
+    )
+    def test_where_no_file_names_an_end_of_sequence_it_is_transformers_own(
+        self, kind: str, assumed: tuple[int, ...]
+    ) -> None:
+        raw = small(kind)
+        raw.pop("eos_token_id", None)
+        assert ModelConfig.from_dict(raw).eos_token_ids == assumed
+        assert ModelConfig.from_dict(raw, {"eos_token_id": 7}).eos_token_ids == (7,)
+
+    def test_the_original_context_of_the_file_goes_before_that_of_the_rope_setting(self) -> None:
+        rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
+        rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 4096}
+        config = ModelConfig.from_dict(
+            small("llama", rope_scaling=rope, original_max_position_embeddings=8192)
+        )
+        assert config.rope.original_context == 8192
+
+    def test_two_rope_settings_that_say_the_same_are_one(self) -> None:
+        linear = {"type": "linear", "factor": 4.0}
+        both = {"rope_scaling": linear, "rope_parameters": {"rope_type": "linear", "factor": 4.0}}
+        assert ModelConfig.from_dict(small("llama", **both)).rope.factor == 4.0
+
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("qwen3_moe", {"per_layer_config": {"0": {"num_experts_per_tok": 1}}}, "per_layer_config"),
+    (
+        "llama",
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+            "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+        },
+        "rope_scaling beside another rope_parameters",
+    ),
     ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'"),
     ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
     ("qwen2", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "'longrope'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -63,6 +64,22 @@ def test_token_1_goes_to_the_proxy_though_nothing_is_reserved(
     computed(proxy)
     wait_until(lambda: prefill.node.queues()["in_flight"] == 1, 5)
     assert prefill.node.rooms.get(room).outgoing.reservation is None
+
+
+def test_prompts_that_wait_for_their_decode_node_keep_no_sampling_state(
+    prefill: NodeServer, proxy: RawPeer, decode: DecodePeer
+) -> None:
+    """Penalties have a row of the vocabulary for each choice, until its state is gone."""
+    sampler = prefill.node.core.engine.sampler
+    params = {"max_tokens": 4, "n": 8, "frequency_penalty": 0.1}
+    for number in range(6):
+        ask(proxy, prefill, decode, room=bytes([200 + number]) * 16, params=params)
+        outputs = list[Any]()
+        while len(outputs) < 8:
+            outputs += proxy.receive(StepOutputs).outputs
+    wait_until(lambda: prefill.node.queues()["in_flight"] == 6, 5)
+    wait_until(lambda: gc.collect() >= 0 and len(sampler._penalties._free) >= 8, 5)
+    assert len(sampler._penalties._counts) <= 16
 
 
 def test_a_commit_is_repeated_until_it_is_acknowledged(

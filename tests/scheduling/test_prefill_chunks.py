@@ -335,6 +335,21 @@ def test_chunks_with_prompt_logprobs_are_bounded() -> None:
     assert ranges(bench.step()) == [(0, MAX_LOGPROB_CHUNK, 1000)]
 
 
+def test_many_prompts_with_log_probabilities_have_few_rows_of_logits_in_a_step() -> None:
+    bench = PrefillBench(budget=8192, pages=16_384)
+    requests = [
+        bench.add(range(number, number + 1000), params={"prompt_logprobs_start": 0})
+        for number in range(20)
+    ]
+    bench.add([7] * 100)
+    rows = []
+    while works := bench.step():
+        rows.append(sum(work.num_logits for work in works if work.logprobs_from is not None))
+        assert len(rows) > 1 or any(work.logprobs_from is None for work in works), "waits for none"
+    assert max(rows) == MAX_LOGPROB_CHUNK
+    assert all(request in bench.computed for request in requests)
+
+
 def test_tokens_before_the_first_log_probability_do_not_make_chunks_short() -> None:
     bench = PrefillBench(budget=8192, pages=2048)
     bench.add(range(4000), params={"prompt_logprobs_start": 3001})
