@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from pd.models.settings import Settings
 
+INDEX = "model.safetensors.index.json"
 _ORIGINAL_CONTEXT = "original_max_position_embeddings"
 
 
@@ -292,10 +293,20 @@ def hash_weights(settings: Settings, path: str | Path, load_format: str, seed: i
     if load_format == "dummy":
         digest.update(f"dummy {seed}".encode())
     else:
-        for file in sorted(find_checkpoint(path).glob("model*.safetensors")):
+        for file in _weight_files(find_checkpoint(path)):
             if file.exists():  # a link may lead nowhere; what the model needs has been read
                 _hash_sample(file, digest)
     return digest.hexdigest()[:16]
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    """The files that the index names, as the loader reads them; without one, all of the name that
+    the only file has."""
+    index = directory / INDEX
+    if not index.exists():
+        return sorted(directory.glob("model*.safetensors"))
+    names = mapping(read_json(index), "weight_map").values()
+    return [directory / name for name in sorted(set(map(str, names)))]
 
 
 def _hash_sample(file: Path, digest: _Hash, spots: int = 16, width: int = 4096) -> None:

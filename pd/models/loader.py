@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from pd.core.errors import UsageError
 from pd.models.causal_lm import EMBEDDING, HEAD
-from pd.models.config import find_checkpoint
+from pd.models.config import INDEX, find_checkpoint
 from pd.models.registry import find_architecture
 from pd.models.tensor_parallel import SINGLE, TensorParallel, WeightDestination
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from pd.models.causal_lm import CausalLM
     from pd.models.config import ModelConfig
 
-INDEX = "model.safetensors.index.json"
 # Rotary frequencies, which older checkpoints carry and which are computed here.
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"
 # Dummy weights repeat a block of this many normal numbers. It is a prime, so that no two rows of a

@@ -368,6 +368,19 @@ class TestFingerprint:
         weights.write_bytes(data)
         assert config.fingerprint(tmp_path) != config.fingerprint(path)
 
+    def test_is_of_the_files_that_the_index_names(self, tmp_path: Path) -> None:
+        config = ModelConfig.from_dict(LLAMA_V4)
+        (tmp_path / "config.json").write_text("{}")
+        shard, stray = tmp_path / "weights-1-of-1.safetensors", tmp_path / "model.safetensors"
+        index = {"weight_map": {"a": shard.name, "b": shard.name}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        shard.write_bytes(bytes(8) + b"one")
+        before = config.fingerprint(tmp_path)
+        stray.write_bytes(bytes(8) + b"which nothing reads")
+        assert config.fingerprint(tmp_path) == before
+        shard.write_bytes(bytes(8) + b"two")
+        assert config.fingerprint(tmp_path) != before
+
     def test_of_dummy_weights_is_their_seed(self, tmp_path: Path) -> None:
         config = ModelConfig.from_dict(LLAMA_V4)
         prints = {config.fingerprint(tmp_path, "dummy", seed) for seed in (0, 0, 1)}
