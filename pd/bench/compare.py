@@ -155,11 +155,10 @@ def show(found: Sequence[Comparison]) -> None:
     head = f"{'before':>12} {'after':>12} {'ratio':>7} {'interval':>15}"
     print(f"{'row':{width}}  {'measure':{names}} {head}  verdict")
     for each in found:
-        ratio = "" if each.ratio is None else f"{each.ratio:.3f}"
         interval = "" if each.low is None else f"{each.low:.3f} … {each.high:.3f}"
         print(
             f"{each.measure.label:{width}}  {each.measure.name:{names}} {each.before:12.6g} "
-            f"{each.after:12.6g} {ratio:>7} {interval:>15}  {each.verdict}"
+            f"{each.after:12.6g} {each.ratio:7.3f} {interval:>15}  {each.verdict}"
         )
 
 

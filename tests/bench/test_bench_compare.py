@@ -122,17 +122,35 @@ def test_a_measure_that_a_run_lacks_is_left_out() -> None:
     assert [each.measure.name for each in compare_runs(before, after)] == ["p50_ms"]
 
 
-def test_zero_has_no_ratio() -> None:
-    (found,) = compare_runs(runs("errors", [0.0] * 5), runs("errors", [1.0] * 5))
-    assert (found.ratio, found.verdict) == (None, "unclear")
+@pytest.mark.parametrize(
+    ("name", "before", "after", "expected"),
+    [
+        ("failed", [0.0] * 7, [100.0] * 7, "slower"),
+        ("failed", [0.0] * 6 + [3.0], [100.0] * 7, "slower"),
+        ("failed", [100.0] * 7, [0.0] * 7, "faster"),
+        ("hits", [0.0] * 7, [100.0] * 7, "faster"),
+        ("failed", [0.0] * 7, [0.0] * 6 + [1.0], "unclear"),
+        ("failed", [0.0] * 7, [0.0] * 7, "equal"),
+        ("failed", [0.0] * 4, [100.0] * 4, "unclear"),
+    ],
+)
+def test_something_where_there_was_nothing_is_infinitely_more(
+    name: str, before: list[float], after: list[float], expected: str
+) -> None:
+    assert verdict(name, before, after) == expected
+
+
+def test_nothing_twice_is_as_much() -> None:
+    (found,) = compare_runs(runs("errors", [0.0] * 5), runs("errors", [0.0] * 4 + [1.0]))
+    assert (found.ratio, found.low, found.high) == (1.0, 1.0, float("inf"))
 
 
 # ---- the command
 
 
-def write(path: Path, value: float) -> None:
+def write(path: Path, value: float, name: str = "p50_ms") -> None:
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps({"results": [{"work": "w", "p50_ms": value}]}))
+    path.write_text(json.dumps({"results": [{"work": "w", name: value}]}))
 
 
 def test_directories_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,6 +162,19 @@ def test_directories_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out.splitlines()[1].split()[-1] == "slower"
     assert bench([*command, "--fail-on-slower"]) == 1
     assert bench([*command, "--fail-on-slower", "--margin", "0.3"]) == 0
+
+
+def test_failures_where_there_were_none_fail_the_comparison(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(7):
+        for name, failed in (("a", 0), ("b", 2000 + number)):
+            write(tmp_path / name / f"{number}.json", failed, "failed")
+    command = ["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--fail-on-slower"]
+    assert bench(command) == 1
+    assert capsys.readouterr().out.splitlines()[1].split()[-5:] == [
+        "inf", "inf", "…", "inf", "slower",
+    ]  # fmt: skip
 
 
 def test_two_files_have_ratios_and_no_verdict(
