@@ -51,7 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--against", metavar="COMMIT", help="measure this commit and the present tree in turn")
     add("--pairs", type=int, default=7, metavar="N", help="runs of each")
     add("--margin", type=float, default=0.02, help="a smaller difference counts as none")
-    add("--keep", type=Path, metavar="DIR", help="with --against: keep the result files here")
+    add(
+        "--keep",
+        type=Path,
+        metavar="DIR",
+        help="with --against: keep the result files here, in an empty directory or a new one",
+    )
     add("--fail-on-slower", action="store_true", help="exit with status 1 if anything is slower")
 
 
@@ -171,6 +176,7 @@ def _measure(args: argparse.Namespace) -> tuple[list[list[dict[str, Any]]], ...]
         raise UsageError("--against needs a benchmark behind --, such as -- radix")
     if args.pairs < 1:
         raise UsageError(f"--pairs must be at least 1, not {args.pairs}")
+    _check_empty(args.keep)
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pd-compare-")))
         other = stack.enter_context(_checked_out(args.against, scratch / "tree"))
@@ -184,6 +190,18 @@ def _measure(args: argparse.Namespace) -> tuple[list[list[dict[str, Any]]], ...]
                 print(f"pair {number + 1} of {args.pairs}: {name}", file=sys.stderr, flush=True)
                 _run(args.what, trees[name], results / name / f"{number:03}.json")
         return tuple(read_runs(results / name) for name in trees)
+
+
+def _check_empty(keep: Path | None) -> None:
+    """Raise UsageError for a directory whose files would be taken for results of this call."""
+    try:
+        found = None if keep is None else next(keep.iterdir(), None)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UsageError(f"--keep {keep}: {error.strerror}") from None
+    if found is not None:
+        raise UsageError(f"--keep {keep}: the directory is not empty, it has {found.name}")
 
 
 @contextlib.contextmanager

@@ -257,6 +257,22 @@ def test_errors_say_what_to_do(
     assert message in capsys.readouterr().err
 
 
+def test_results_are_not_kept_beside_those_of_an_earlier_call(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All result files of a directory make pairs."""
+    write(tmp_path / "before" / "007.json", 1.0)
+    measured = ["--", "radix", "--rounds", "1", "--leaves", "100"]
+    command = ["compare", "--against", "HEAD", "--pairs", "1", "--keep"]
+    assert bench([*command, str(tmp_path), *measured]) == 2
+    error = capsys.readouterr().err
+    assert f"--keep {tmp_path}: the directory is not empty, it has before" in error
+    file = tmp_path / "before" / "007.json"
+    assert bench([*command, str(file), *measured]) == 2
+    assert f"--keep {file}: Not a directory" in capsys.readouterr().err
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [file]
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"results": 5}', '{"results": [1]}'])
 def test_files_that_are_no_results_are_named(
     tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
@@ -270,13 +286,14 @@ def test_files_that_are_no_results_are_named(
 def test_the_other_commit_and_this_tree_run_in_turn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["compare", "--against", "HEAD", "--pairs", "2", "--keep", str(tmp_path), "--"]
+    kept = tmp_path / "kept"
+    command = ["compare", "--against", "HEAD", "--pairs", "2", "--keep", str(kept), "--"]
     assert bench([*command, "radix", "--rounds", "1", "--leaves", "100"]) == 0
     captured = capsys.readouterr()
     order = [line.split(": ")[1] for line in captured.err.splitlines()]
     assert order == ["before", "after", "after", "before"]
     assert "match 16384 cached tokens" in captured.out
-    assert len(list(tmp_path.glob("*/*.json"))) == 4
+    assert len(list(kept.glob("*/*.json"))) == 4
     listed = subprocess.run(
         ["git", "worktree", "list"], capture_output=True, text=True, check=True
     ).stdout
