@@ -23,6 +23,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pd.bench.page.runs import why_partial
 from pd.bench.paired import LEAST_PAIRS, compare_runs
 from pd.bench.report import ROOT
 from pd.core.errors import SetupError, UsageError
@@ -113,6 +114,9 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
     if isinstance(content, dict) and isinstance(content.get("measures"), dict):
         if not content.get("valid", True):
             raise UsageError(f"{path}: the client limited this run, which says nothing of a server")
+        partial = why_partial(content)
+        if partial is not None:
+            raise UsageError(f"{path} is of a part of a run: {partial}")
         return [load_row(content)]
     if not isinstance(content, dict) or "results" not in content:
         raise UsageError(

@@ -189,7 +189,14 @@ def test_two_files_have_ratios_and_no_verdict(
     assert "1 pairs prove nothing; give 5 or more" in out
 
 
-def loaded(directory: Path, ttft: float, *, valid: bool = True, dataset: str = "random") -> Path:
+def loaded(
+    directory: Path,
+    ttft: float,
+    *,
+    valid: bool = True,
+    dataset: str = "random",
+    **fields: object,
+) -> Path:
     """The directory of a run under load: two answers, and a failed request."""
     times = [ttft, ttft + 0.01, ttft + 0.04]
     answer = Record(
@@ -203,6 +210,7 @@ def loaded(directory: Path, ttft: float, *, valid: bool = True, dataset: str = "
         "valid": valid,
         "settings": {"dataset": {"name": dataset}},
         "measures": summarize(records, goodput, gpus=2),
+        **fields,
     }
     (directory / "summary.json").write_text(json.dumps(found))
     (directory / "bench.json").write_text("{}")
@@ -237,6 +245,26 @@ def test_two_runs_under_load_by_their_directory_or_their_file(
     void = loaded(tmp_path / "void", 0.1, valid=False)
     assert bench(["compare", str(one), str(void)]) == 2
     assert "the client limited this run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"interrupted": True}, "is of a part of a run: it was ended before its time"),
+        (
+            {"interrupted": True, "notes": {"records_missing_from": ["a/0", "b/1"]}},
+            "is of a part of a run: records of load process a/0, b/1 are missing",
+        ),
+    ],
+)
+def test_a_part_of_a_run_is_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], fields: dict[str, Any], message: str
+) -> None:
+    one = loaded(tmp_path / "one", 0.1, interrupted=False, notes={"model": "m"})
+    part = loaded(tmp_path / "part", 0.1, **fields)
+    assert bench(["compare", str(one), str(part)]) == 2
+    assert f"{part / 'summary.json'} {message}" in capsys.readouterr().err
+    assert bench(["compare", str(one), str(one)]) == 0
 
 
 @pytest.mark.parametrize(
