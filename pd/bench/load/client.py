@@ -46,7 +46,7 @@ def fetch_from_here(
         answer = httpx.request(
             method, url, content=body, headers=kind | dict(headers or {}), timeout=timeout
         )
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
         raise SetupError(f"cannot reach {url}: {error or repr(error)}") from error
     return answer.status_code, answer.text
 
