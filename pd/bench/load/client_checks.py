@@ -31,7 +31,8 @@ class ClientLimits:
 
 
 def client_facts(run: Run) -> dict[str, Any]:
-    """The worst value over all load processes of each fact that they measured about themselves."""
+    """The worst value over all load processes of each fact that they measured about themselves, and
+    by process why those failed that did."""
     lags = np.array([record.lag for record in run.records] or [0.0])
     facts: dict[str, Any] = {
         "processes": len(run.loads),
@@ -44,6 +45,9 @@ def client_facts(run: Run) -> dict[str, Any]:
     }
     if run.clock_errors:
         facts["clock_error_ms"] = _ms(max(run.clock_errors.values()))
+    failures = {load.process: load.failure for load in run.loads if load.failure is not None}
+    if failures:
+        facts["failures"] = failures
     return facts
 
 
@@ -55,7 +59,8 @@ def client_complaints(facts: dict[str, Any], limits: ClientLimits) -> list[str]:
         ("cpu_share", limits.cpu_share, "a load process was busy", "--max-client-cpu"),
         ("clock_error_ms", limits.clock_error * 1e3, "clocks differ", "a nearer load host"),
     ]
-    return [
+    failures = facts.get("failures", {}).items()
+    return [f"load process {name} ended the run: {why}" for name, why in failures] + [
         f"{what}: {name} is {facts[name]:g}, the limit is {limit:g}; use more --processes or "
         f"hosts, less load, or {remedy}"
         for name, limit, what, remedy in checks
