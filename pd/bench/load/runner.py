@@ -243,7 +243,7 @@ class Runner:
     def _not_connected(self, asked: Asked, error: OSError) -> list[Piece] | None:
         """Note why there is no connection; None if the run ended before the request was due."""
         if not self._stopping.is_set():
-            asked.failed(f"{type(error).__name__}: {error}")
+            asked.not_connected(error)
             self.progress.add_failure()
         elif asked.due > time.perf_counter():
             return None
