@@ -66,7 +66,9 @@ def parse_request(line: bytes) -> BatchRequest:
     try:
         line.decode()
         found = _lines.decode(line)
-    except msgspec.ValidationError:
+    except msgspec.ValidationError as error:
+        if line.lstrip().startswith(b"{"):
+            raise UsageError(f"cannot be read ({error}): {_shown(line)}") from None
         raise UsageError(f"must be a JSON object, not {_shown(line)}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"is not valid JSON ({error}): {_shown(line)}") from None
@@ -92,10 +94,16 @@ def parse_request(line: bytes) -> BatchRequest:
 
 
 def _refusal(url: str, content: bytes) -> Refusal | None:
+    """Why a request is not sent; None for one that is. Raises UsageError for a body that cannot be
+    read."""
     if url not in ENDPOINTS:
         known = " and ".join(ENDPOINTS)
         return Refusal("unsupported_url", f"url must be one of {known}, not {brief(url)}")
-    if _bodies.decode(content).stream is True:
+    try:
+        stream = _bodies.decode(content).stream
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise UsageError(f"body cannot be read ({error}): {_shown(content)}") from None
+    if stream is True:
         return Refusal(
             "unsupported_stream", "stream must be false: a batch has whole answers, no events"
         )

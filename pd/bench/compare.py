@@ -23,6 +23,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pd.bench.page.runs import why_partial
 from pd.bench.paired import LEAST_PAIRS, compare_runs
 from pd.bench.report import ROOT
 from pd.core.errors import SetupError, UsageError
@@ -51,7 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--against", metavar="COMMIT", help="measure this commit and the present tree in turn")
     add("--pairs", type=int, default=7, metavar="N", help="runs of each")
     add("--margin", type=float, default=0.02, help="a smaller difference counts as none")
-    add("--keep", type=Path, metavar="DIR", help="with --against: keep the result files here")
+    add(
+        "--keep",
+        type=Path,
+        metavar="DIR",
+        help="with --against: keep the result files here, in an empty directory or a new one",
+    )
     add("--fail-on-slower", action="store_true", help="exit with status 1 if anything is slower")
 
 
@@ -108,6 +114,9 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
     if isinstance(content, dict) and isinstance(content.get("measures"), dict):
         if not content.get("valid", True):
             raise UsageError(f"{path}: the client limited this run, which says nothing of a server")
+        partial = why_partial(content)
+        if partial is not None:
+            raise UsageError(f"{path} is of a part of a run: {partial}")
         return [load_row(content)]
     if not isinstance(content, dict) or "results" not in content:
         raise UsageError(
@@ -155,11 +164,10 @@ def show(found: Sequence[Comparison]) -> None:
     head = f"{'before':>12} {'after':>12} {'ratio':>7} {'interval':>15}"
     print(f"{'row':{width}}  {'measure':{names}} {head}  verdict")
     for each in found:
-        ratio = "" if each.ratio is None else f"{each.ratio:.3f}"
         interval = "" if each.low is None else f"{each.low:.3f} … {each.high:.3f}"
         print(
             f"{each.measure.label:{width}}  {each.measure.name:{names}} {each.before:12.6g} "
-            f"{each.after:12.6g} {ratio:>7} {interval:>15}  {each.verdict}"
+            f"{each.after:12.6g} {each.ratio:7.3f} {interval:>15}  {each.verdict}"
         )
 
 
@@ -172,6 +180,7 @@ def _measure(args: argparse.Namespace) -> tuple[list[list[dict[str, Any]]], ...]
         raise UsageError("--against needs a benchmark behind --, such as -- radix")
     if args.pairs < 1:
         raise UsageError(f"--pairs must be at least 1, not {args.pairs}")
+    _check_empty(args.keep)
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pd-compare-")))
         other = stack.enter_context(_checked_out(args.against, scratch / "tree"))
@@ -185,6 +194,18 @@ def _measure(args: argparse.Namespace) -> tuple[list[list[dict[str, Any]]], ...]
                 print(f"pair {number + 1} of {args.pairs}: {name}", file=sys.stderr, flush=True)
                 _run(args.what, trees[name], results / name / f"{number:03}.json")
         return tuple(read_runs(results / name) for name in trees)
+
+
+def _check_empty(keep: Path | None) -> None:
+    """Raise UsageError for a directory whose files would be taken for results of this call."""
+    try:
+        found = None if keep is None else next(keep.iterdir(), None)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UsageError(f"--keep {keep}: {error.strerror}") from None
+    if found is not None:
+        raise UsageError(f"--keep {keep}: the directory is not empty, it has {found.name}")
 
 
 @contextlib.contextmanager

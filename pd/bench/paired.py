@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from math import comb
+from math import comb, copysign, inf
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -52,7 +52,7 @@ class Comparison(NamedTuple):
 
     Attributes:
         before, after: medians.
-        ratio: median over pairs of after by before; None where that is 0.
+        ratio: median over pairs of after by before; infinite where something came of nothing.
         low, high: interval of the ratio; None with few pairs.
     """
 
@@ -60,7 +60,7 @@ class Comparison(NamedTuple):
     before: float
     after: float
     pairs: int
-    ratio: float | None
+    ratio: float
     low: float | None
     high: float | None
     verdict: Verdict
@@ -114,9 +114,8 @@ def is_better_if_less(measure: Measure) -> bool | None:
 def _compare(
     measure: Measure, before: Sequence[float], after: Sequence[float], margin: float
 ) -> Comparison:
-    ratios = [new / old for old, new in zip(before, after, strict=True) if old]
-    ratio = median(ratios) if len(ratios) == len(before) else None
-    interval = median_interval(ratios) if ratio is not None else None
+    ratios = [_ratio(old, new) for old, new in zip(before, after, strict=True)]
+    ratio, interval = median(ratios), median_interval(ratios)
     low, high = interval or (None, None)
     verdict = _verdict(measure, before, after, ratio, interval, margin)
     return Comparison(
@@ -124,11 +123,18 @@ def _compare(
     )
 
 
+def _ratio(old: float, new: float) -> float:
+    """Ratio of a pair. The sign test asks only which of two ratios is larger."""
+    if old:
+        return new / old
+    return copysign(inf, new) if new else 1.0
+
+
 def _verdict(
     measure: Measure,
     before: Sequence[float],
     after: Sequence[float],
-    ratio: float | None,
+    ratio: float,
     interval: tuple[float, float] | None,
     margin: float,
 ) -> Verdict:
@@ -137,7 +143,7 @@ def _verdict(
         return "equal"
     if less_is_better is None:
         return "changed"
-    if ratio is None or interval is None:
+    if interval is None:
         return "unclear"
     low, high = interval
     if low > 1 and ratio > 1 + margin:

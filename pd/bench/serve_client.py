@@ -9,13 +9,11 @@ import asyncio
 import json
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
-
-import httpx
 
 from pd.bench.load import reception as load
+from pd.bench.load.client import fetch_from_here
 from pd.bench.load.stream import parse_events, parse_http
-from pd.bench.load.target import tls_context
+from pd.bench.load.target import split_url, tls_context
 from pd.core.errors import SetupError, UsageError
 
 _ENDPOINT = "/v1/completions"
@@ -94,26 +92,25 @@ class Server:
     """
 
     def __init__(self, url: str, model: str | None, api_key: str | None = None) -> None:
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname or not parts.port:
+        parts = split_url(url)
+        if parts is None or parts.hostname is None or parts.port is None:
             raise UsageError(f"--url is http://HOST:PORT or https://HOST:PORT, not {url}")
         self.host, self.port = parts.hostname, parts.port
         self._scheme = parts.scheme
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        self._address = f"{host}:{self.port}"
         self._model = model
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
     def context_length(self) -> int | None:
         """Tokens of a prompt and its answer at most; None if the server does not say. Raises
         SetupError if no server answers."""
-        where = f"{self.host}:{self.port}"
+        url = f"{self._scheme}://{self._address}/v1/models"
+        _, text = fetch_from_here(url, headers=self._headers, timeout=10)
         try:
-            models = httpx.get(
-                f"{self._scheme}://{where}/v1/models", headers=self._headers, timeout=10
-            ).json()["data"]
+            models = json.loads(text)["data"]
             served = [model for model in models if self._model in (None, model["id"])]
             return int(served[0]["max_model_len"])
-        except httpx.HTTPError as error:
-            raise SetupError(f"cannot reach {where}: {error}") from error
         except (ValueError, KeyError, TypeError, IndexError):
             return None
 
@@ -145,7 +142,7 @@ class Server:
         """A request whose answer ends the connection, as it goes over the wire."""
         body = json.dumps(fields, separators=(",", ":")).encode()
         head = (
-            f"POST {endpoint} HTTP/1.1\r\nHost: {self.host}:{self.port}\r\n"
+            f"POST {endpoint} HTTP/1.1\r\nHost: {self._address}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
             "Connection: close\r\n"
         )
@@ -161,7 +158,7 @@ class Server:
                 CompletionReception, self.host, self.port, ssl=tls
             )
         except OSError as error:
-            raise SetupError(f"cannot reach {self.host}:{self.port}: {error}") from error
+            raise SetupError(f"cannot reach {self._address}: {error}") from error
         reception.send(request)
         return reception
 

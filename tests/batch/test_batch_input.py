@@ -39,6 +39,12 @@ WRONG_LINES = [
     (changed(url=None), "url must be a string that is not empty, not None"),
     (changed(body=...), "has no body"),
     (changed(body=[1]), "body must be a JSON object, not '[1]'"),
+    (GOOD.replace('"x"', '"x", "stream": 1e999'), "body cannot be read (Number out of range"),
+    (GOOD.replace('"x"', f'"x", "stream": [{"1" * 5000}]'), "body cannot be read (Integer value"),
+    (GOOD.replace('"x"', '"x", "stream": {"a": -1e999}'), "body cannot be read (Number out of"),
+    ('{"custom_id": 1e999}', "cannot be read (Number out of range - at `$.custom_id`): "),
+    (f' {{"url": {"1" * 5000}}}', "cannot be read (Integer value out of range - at `$.url`): "),
+    ("1e999", "must be a JSON object, not '1e999'"),
 ]
 
 

@@ -122,17 +122,35 @@ def test_a_measure_that_a_run_lacks_is_left_out() -> None:
     assert [each.measure.name for each in compare_runs(before, after)] == ["p50_ms"]
 
 
-def test_zero_has_no_ratio() -> None:
-    (found,) = compare_runs(runs("errors", [0.0] * 5), runs("errors", [1.0] * 5))
-    assert (found.ratio, found.verdict) == (None, "unclear")
+@pytest.mark.parametrize(
+    ("name", "before", "after", "expected"),
+    [
+        ("failed", [0.0] * 7, [100.0] * 7, "slower"),
+        ("failed", [0.0] * 6 + [3.0], [100.0] * 7, "slower"),
+        ("failed", [100.0] * 7, [0.0] * 7, "faster"),
+        ("hits", [0.0] * 7, [100.0] * 7, "faster"),
+        ("failed", [0.0] * 7, [0.0] * 6 + [1.0], "unclear"),
+        ("failed", [0.0] * 7, [0.0] * 7, "equal"),
+        ("failed", [0.0] * 4, [100.0] * 4, "unclear"),
+    ],
+)
+def test_something_where_there_was_nothing_is_infinitely_more(
+    name: str, before: list[float], after: list[float], expected: str
+) -> None:
+    assert verdict(name, before, after) == expected
+
+
+def test_nothing_twice_is_as_much() -> None:
+    (found,) = compare_runs(runs("errors", [0.0] * 5), runs("errors", [0.0] * 4 + [1.0]))
+    assert (found.ratio, found.low, found.high) == (1.0, 1.0, float("inf"))
 
 
 # ---- the command
 
 
-def write(path: Path, value: float) -> None:
+def write(path: Path, value: float, name: str = "p50_ms") -> None:
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps({"results": [{"work": "w", "p50_ms": value}]}))
+    path.write_text(json.dumps({"results": [{"work": "w", name: value}]}))
 
 
 def test_directories_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,6 +162,19 @@ def test_directories_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out.splitlines()[1].split()[-1] == "slower"
     assert bench([*command, "--fail-on-slower"]) == 1
     assert bench([*command, "--fail-on-slower", "--margin", "0.3"]) == 0
+
+
+def test_failures_where_there_were_none_fail_the_comparison(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(7):
+        for name, failed in (("a", 0), ("b", 2000 + number)):
+            write(tmp_path / name / f"{number}.json", failed, "failed")
+    command = ["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--fail-on-slower"]
+    assert bench(command) == 1
+    assert capsys.readouterr().out.splitlines()[1].split()[-5:] == [
+        "inf", "inf", "…", "inf", "slower",
+    ]  # fmt: skip
 
 
 def test_two_files_have_ratios_and_no_verdict(
@@ -158,7 +189,14 @@ def test_two_files_have_ratios_and_no_verdict(
     assert "1 pairs prove nothing; give 5 or more" in out
 
 
-def loaded(directory: Path, ttft: float, *, valid: bool = True, dataset: str = "random") -> Path:
+def loaded(
+    directory: Path,
+    ttft: float,
+    *,
+    valid: bool = True,
+    dataset: str = "random",
+    **fields: object,
+) -> Path:
     """The directory of a run under load: two answers, and a failed request."""
     times = [ttft, ttft + 0.01, ttft + 0.04]
     answer = Record(
@@ -172,6 +210,7 @@ def loaded(directory: Path, ttft: float, *, valid: bool = True, dataset: str = "
         "valid": valid,
         "settings": {"dataset": {"name": dataset}},
         "measures": summarize(records, goodput, gpus=2),
+        **fields,
     }
     (directory / "summary.json").write_text(json.dumps(found))
     (directory / "bench.json").write_text("{}")
@@ -209,6 +248,26 @@ def test_two_runs_under_load_by_their_directory_or_their_file(
 
 
 @pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"interrupted": True}, "is of a part of a run: it was ended before its time"),
+        (
+            {"interrupted": True, "notes": {"records_missing_from": ["a/0", "b/1"]}},
+            "is of a part of a run: records of load process a/0, b/1 are missing",
+        ),
+    ],
+)
+def test_a_part_of_a_run_is_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], fields: dict[str, Any], message: str
+) -> None:
+    one = loaded(tmp_path / "one", 0.1, interrupted=False, notes={"model": "m"})
+    part = loaded(tmp_path / "part", 0.1, **fields)
+    assert bench(["compare", str(one), str(part)]) == 2
+    assert f"{part / 'summary.json'} {message}" in capsys.readouterr().err
+    assert bench(["compare", str(one), str(one)]) == 0
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "BEFORE and AFTER are needed, or --against; 0 names were given"),
@@ -226,6 +285,22 @@ def test_errors_say_what_to_do(
     assert message in capsys.readouterr().err
 
 
+def test_results_are_not_kept_beside_those_of_an_earlier_call(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All result files of a directory make pairs."""
+    write(tmp_path / "before" / "007.json", 1.0)
+    measured = ["--", "radix", "--rounds", "1", "--leaves", "100"]
+    command = ["compare", "--against", "HEAD", "--pairs", "1", "--keep"]
+    assert bench([*command, str(tmp_path), *measured]) == 2
+    error = capsys.readouterr().err
+    assert f"--keep {tmp_path}: the directory is not empty, it has before" in error
+    file = tmp_path / "before" / "007.json"
+    assert bench([*command, str(file), *measured]) == 2
+    assert f"--keep {file}: Not a directory" in capsys.readouterr().err
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [file]
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"results": 5}', '{"results": [1]}'])
 def test_files_that_are_no_results_are_named(
     tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
@@ -239,13 +314,14 @@ def test_files_that_are_no_results_are_named(
 def test_the_other_commit_and_this_tree_run_in_turn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["compare", "--against", "HEAD", "--pairs", "2", "--keep", str(tmp_path), "--"]
+    kept = tmp_path / "kept"
+    command = ["compare", "--against", "HEAD", "--pairs", "2", "--keep", str(kept), "--"]
     assert bench([*command, "radix", "--rounds", "1", "--leaves", "100"]) == 0
     captured = capsys.readouterr()
     order = [line.split(": ")[1] for line in captured.err.splitlines()]
     assert order == ["before", "after", "after", "before"]
     assert "match 16384 cached tokens" in captured.out
-    assert len(list(tmp_path.glob("*/*.json"))) == 4
+    assert len(list(kept.glob("*/*.json"))) == 4
     listed = subprocess.run(
         ["git", "worktree", "list"], capture_output=True, text=True, check=True
     ).stdout

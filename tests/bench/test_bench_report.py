@@ -24,7 +24,9 @@ from pd.cli import bench
 HOSTILE = "<script>alert('$x^2$')</script>"
 
 
-def make_run(directory: Path, *, seed: int = 0, complaints: tuple[str, ...] = ()) -> Path:
+def make_run(
+    directory: Path, *, seed: int = 0, complaints: tuple[str, ...] = (), **fields: object
+) -> Path:
     """Results of twenty requests, one of which failed."""
     rng = random.Random(seed)
     records = []
@@ -61,6 +63,7 @@ def make_run(directory: Path, *, seed: int = 0, complaints: tuple[str, ...] = ()
         "complaints": list(complaints),
         "measures": summarize(records),
         "server": {"transfers": {"tcp": {"count": 3.0, "gigabytes_per_s": 1.25}}},
+        **fields,
     }
     (directory / "summary.json").write_text(json.dumps(summary))
     return directory
@@ -119,6 +122,18 @@ def test_the_page_needs_nothing_from_elsewhere_and_runs_nothing(tmp_path: Path) 
 def test_a_void_run_is_called_void(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", complaints=("requests were sent 40 ms late",))
     assert "a is void: requests were sent 40 ms late" in report(tmp_path, str(run))
+
+
+def test_a_part_of_a_run_is_called_void(tmp_path: Path) -> None:
+    part = make_run(tmp_path / "a", interrupted=True, complaints=("late",))
+    silent = make_run(
+        tmp_path / "b", interrupted=True, notes={"records_missing_from": ["far/0", "far/1"]}
+    )
+    whole = make_run(tmp_path / "c", interrupted=False, notes={"model": "m"})
+    page = report(tmp_path, str(part), str(silent), str(whole))
+    assert "a is void: late; it was ended before its time" in page
+    assert "b is void: records of load process far/0, far/1 are missing" in page
+    assert "c is void" not in page
 
 
 def test_a_run_in_which_nothing_was_answered_has_a_page(tmp_path: Path) -> None:

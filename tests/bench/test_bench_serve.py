@@ -148,7 +148,11 @@ def test_a_refused_prompt_is_an_error_in_one_line(served, capsys) -> None:
         (["--load", "streams=0"], "--load is streams=N, in=N, out=N, long=N"),
         (["--load", "strands=3"], "not strands=3"),
         (["--unloaded", "8", "--url", "127.0.0.1"], "--url is http://HOST:PORT or https"),
-        (["--unloaded", "8"], "cannot reach 127.0.0.1:9"),
+        (["--unloaded", "8", "--url", "http://HOST:PORT"], "--url is http://HOST:PORT or https"),
+        (["--unloaded", "8", "--url", "http://[::1:8000"], "--url is http://HOST:PORT or https"),
+        (["--unloaded", "8", "--url", "http://é..x:9"], "cannot reach http://é..x:9/v1/models: "),
+        (["--unloaded", "8", "--url", "http://[::1]:9"], "cannot reach http://[::1]:9/v1/models: "),
+        (["--unloaded", "8"], "cannot reach http://127.0.0.1:9/v1/models: "),
     ],
 )
 def test_errors_are_one_line_that_says_what_to_do(flags, complaint, capsys) -> None:

@@ -116,15 +116,26 @@ class _Reader:
     def add(self, at: float, data: bytes) -> bool:
         """Add an event; whether the stream goes on."""
         try:
-            raw = json.loads(data)
-            event = self._endpoint.read(raw)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            event = self._endpoint.read(json.loads(data))
+            if event.error is None:
+                self._take_in(at, event)
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
             shown = data[:120].decode(errors="replace")
             self._answer.fail("bad event", f"{type(error).__name__} {error} in {shown}")
             return False
         if event.error is not None:
             self._answer.fail("error event", event.error)
             return False
+        return True
+
+    def _take_in(self, at: float, event: Event) -> None:
         if self._may_repeat:
             self._drop_repeated(event)
         self._note(event)
@@ -132,7 +143,6 @@ class _Reader:
         if count:
             self._answer.times.append(at)
             self._counts.append(count)
-        return True
 
     def _drop_repeated(self, event: Event) -> None:
         """Keep what is new in an event of ``/generate``, whose server may send all so far."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import httpx
 
+from pd.bench.load.target import tls_context
 from pd.core.errors import SetupError
 
 if TYPE_CHECKING:
@@ -39,14 +40,24 @@ def fetch_from_here(
     body: bytes | None = None,
     timeout: float = 30.0,
 ) -> tuple[int, str]:
-    """A request from this machine, see :class:`Fetch`."""
+    """A request from this machine, see :class:`Fetch`.
+
+    It takes the way of the load: to the server that was named, past every HTTP proxy of the
+    environment.
+    """
     method = "GET" if body is None else "POST"
     kind = {} if body is None else {"Content-Type": "application/json"}
     try:
         answer = httpx.request(
-            method, url, content=body, headers=kind | dict(headers or {}), timeout=timeout
+            method,
+            url,
+            content=body,
+            headers=kind | dict(headers or {}),
+            timeout=timeout,
+            verify=tls_context() if url.startswith("https:") else False,
+            trust_env=False,
         )
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
         raise SetupError(f"cannot reach {url}: {error or repr(error)}") from error
     return answer.status_code, answer.text
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pd.bench.load.records import CLIENT
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -31,10 +33,13 @@ class ClientLimits:
 
 
 def client_facts(run: Run) -> dict[str, Any]:
-    """The worst value over all load processes of each fact that they measured about themselves."""
+    """The worst value over all load processes of each fact that they measured about themselves, the
+    number of connections for which their hosts had no ports, descriptors or memory, and by process
+    why those failed that did."""
     lags = np.array([record.lag for record in run.records] or [0.0])
     facts: dict[str, Any] = {
         "processes": len(run.loads),
+        "connections_without_resources": sum(r.error_kind == CLIENT for r in run.records),
         "send_lag_p99_ms": _ms(float(np.percentile(lags, 99))),
         "send_lag_max_ms": _ms(float(lags.max())),
         "loop_lag_p99_ms": _ms(_worst(run.loads, "loop_lag_p99")),
@@ -44,18 +49,23 @@ def client_facts(run: Run) -> dict[str, Any]:
     }
     if run.clock_errors:
         facts["clock_error_ms"] = _ms(max(run.clock_errors.values()))
+    failures = {load.process: load.failure for load in run.loads if load.failure is not None}
+    if failures:
+        facts["failures"] = failures
     return facts
 
 
 def client_complaints(facts: dict[str, Any], limits: ClientLimits) -> list[str]:
     """Why a run does not count; empty if it does."""
     checks = [
+        ("connections_without_resources", 0, "a host of load was full", "a higher ulimit -n"),
         ("send_lag_p99_ms", limits.lag * 1e3, "requests were sent late", "--max-client-lag-ms"),
         ("loop_lag_p99_ms", limits.lag * 1e3, "the event loop was late", "--max-client-lag-ms"),
         ("cpu_share", limits.cpu_share, "a load process was busy", "--max-client-cpu"),
         ("clock_error_ms", limits.clock_error * 1e3, "clocks differ", "a nearer load host"),
     ]
-    return [
+    failures = facts.get("failures", {}).items()
+    return [f"load process {name} ended the run: {why}" for name, why in failures] + [
         f"{what}: {name} is {facts[name]:g}, the limit is {limit:g}; use more --processes or "
         f"hosts, less load, or {remedy}"
         for name, limit, what, remedy in checks

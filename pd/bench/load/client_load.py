@@ -12,9 +12,14 @@ _INTERVAL = 0.01
 
 
 class ClientLoad:
-    """Load of one process while it measures: its processor time and how late its loop is."""
+    """Load of one process while it measures: its processor time and how late its loop is.
+
+    Attributes:
+        failure: see :class:`ProcessLoad`.
+    """
 
     def __init__(self) -> None:
+        self.failure: str | None = None
         self._lags: array[float] = array("d")
         self._begin = (0.0, 0.0, 0.0)
         self._end = (0.0, 0.0, 0.0)
@@ -42,6 +47,7 @@ class ClientLoad:
             waiting_share=waited / max(wall, 1e-9),
             loop_lag_p99=lags[min(len(lags) - 1, int(len(lags) * 0.99))] if lags else 0.0,
             loop_lag_max=lags[-1] if lags else 0.0,
+            failure=self.failure,
         )
 
 
@@ -53,6 +59,7 @@ class ProcessLoad:
         cpu_share: processor time of its one loop, as a share of the run.
         waiting_share: share of the run in which it was ready and had no processor (Linux only).
         loop_lag_p99, loop_lag_max: seconds by which its loop was late.
+        failure: why it ended its run before its time; None if it did not.
     """
 
     process: str
@@ -60,6 +67,7 @@ class ProcessLoad:
     waiting_share: float
     loop_lag_p99: float
     loop_lag_max: float
+    failure: str | None = None
 
 
 def _now() -> tuple[float, float, float]:

@@ -11,6 +11,10 @@ from pd.core.errors import UsageError
 if TYPE_CHECKING:
     from pd.bench.load.workload import Prompt, Turn
 
+# No server counts so many tokens, and no stage takes so many seconds. Sums and squares of numbers
+# below it are finite.
+_NUMBERS_END = 1 << 53
+
 
 @dataclass(frozen=True)
 class Options:
@@ -75,7 +79,8 @@ class Endpoint(Protocol):
         """Body of a request. Raises UsageError for a prompt that the API cannot take."""
 
     def read(self, event: dict[str, Any]) -> Event:
-        """Raises KeyError, TypeError, ValueError or AttributeError for what is no event of it."""
+        """Raises KeyError, TypeError, ValueError, AttributeError or ArithmeticError for what is no
+        event of it."""
 
 
 def endpoint(path: str) -> Endpoint:
@@ -208,13 +213,13 @@ class NativeGenerate:
             return Event(error=f"aborted: {reason.get('message') or 'by the server'}")
         ids, stages = event.get("output_ids"), meta.get("stages")
         return Event(
-            text=event.get("text") or "",
+            text=_text(event.get("text")),
             ids=None if ids is None else [int(token) for token in ids],
             total=_count(meta.get("completion_tokens")),
             prompt_tokens=_count(meta.get("prompt_tokens")),
             cached_tokens=_count(meta.get("cached_tokens")),
             finish_reason=reason["type"] if reason else None,
-            stages={str(k): float(v) for k, v in stages.items()} if stages else None,
+            stages={str(k): _seconds(v) for k, v in stages.items()} if stages else None,
         )
 
 
@@ -224,7 +229,29 @@ def _refuse_messages(prompt: Prompt) -> None:
 
 
 def _count(value: Any) -> int | None:
-    return value if type(value) is int and value >= 0 else None
+    """A count of tokens; None for what is none. Raises ValueError for one that cannot be true."""
+    if type(value) is not int or value < 0:
+        return None
+    if value >= _NUMBERS_END:
+        raise ValueError("a count of tokens is too large")
+    return value
+
+
+def _seconds(value: Any) -> float:
+    """Time of a stage. Raises ValueError for one that cannot be true."""
+    seconds = float(value)
+    # NOTE: not `abs(seconds) >= …`, which would let NaN pass.
+    if not abs(seconds) < _NUMBERS_END:
+        raise ValueError(f"no stage takes {seconds:g} s")
+    return seconds
+
+
+def _text(value: Any) -> str:
+    """Text of an event; empty for none. Raises TypeError for what is no text."""
+    text = value or ""
+    if not isinstance(text, str):
+        raise TypeError(f"text is {type(text).__name__}")
+    return text
 
 
 def _error_text(error: Any) -> str:

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pd.bench.load.records import CANCELLED, ERROR, INTERRUPTED, OK, Record, second_token_time
+from pd.bench.load.records import (
+    CANCELLED,
+    CLIENT,
+    CONNECT,
+    ERROR,
+    INTERRUPTED,
+    OK,
+    Record,
+    second_token_time,
+)
 
 if TYPE_CHECKING:
     from pd.bench.load.answers import Answer
     from pd.bench.load.plan import Plan
     from pd.bench.load.workload import Session
 
+# What the client's own machine lacks: ports, descriptors or memory.
+_ERRORS_OF_THE_CLIENT = frozenset(
+    (errno.EADDRNOTAVAIL, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+)
 _STATUS_OF_CUT = {"cancelled": CANCELLED, "interrupted": INTERRUPTED}
 
 
@@ -23,7 +37,7 @@ class Asked:
     Attributes:
         scheduled, due: see :class:`~pd.bench.load.records.Record`.
         lag: seconds by which the client was late to connect, and then to write.
-        failure: why it was not sent.
+        failure: why it was not sent; ``failure_kind`` is its kind in the record.
         cut_reason: why the client closed the connection, if it did.
     """
 
@@ -35,6 +49,7 @@ class Asked:
     lag: float = 0.0
     connect: float | None = None
     failure: str | None = None
+    failure_kind: str = CONNECT
     cut_reason: str | None = None
 
     def was_sent(self, begin: float, connected: float, written: float) -> None:
@@ -44,8 +59,10 @@ class Asked:
         self.lag = late + max(0.0, written - max(self.due, connected))
         self.sent = written if connected <= self.due else self.due
 
-    def failed(self, failure: str) -> None:
-        self.failure, self.sent = failure, self.due
+    def not_connected(self, error: OSError) -> None:
+        """Note why there is no connection, and whether that is the client's fault."""
+        self.failure, self.sent = f"{type(error).__name__}: {error}", self.due
+        self.failure_kind = CLIENT if error.errno in _ERRORS_OF_THE_CLIENT else CONNECT
 
     def was_interrupted(self) -> None:
         """Note that the run ended while the request waited for its connection."""
@@ -91,7 +108,8 @@ def record_of(asked: Asked, answer: Answer, plan: Plan, start: float) -> Record:
 
 def _set_status(record: Record, asked: Asked, answer: Answer) -> None:
     if asked.failure is not None:
-        record.status, record.error_kind, record.error = ERROR, "connect", asked.failure
+        record.status, record.error = ERROR, asked.failure
+        record.error_kind = asked.failure_kind
     elif answer.error_kind is None:
         record.status = OK
     elif asked.cut_reason in _STATUS_OF_CUT and answer.error_kind in ("cut", "no answer", "empty"):

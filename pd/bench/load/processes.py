@@ -45,7 +45,8 @@ class Run:
         loads: what each process says about itself.
         clock_errors: by process on another host, how wrong its clock's offset may be, in seconds.
         interrupted: whether the run was ended before its time: by the user, or by a failure.
-        failure: error of ``watch``, or of a load process that ended, which ended the run.
+        failure: error of ``watch``, or of a load process that ended or could not go on, which ended
+            the run.
         silent: load processes that did not send all their records after the end of the run.
         warm_up_error: first error that a warm-up request met.
     """
@@ -96,7 +97,8 @@ class LoadProcesses:
         """Run all sessions. ``show`` gets the sums of progress about once a second.
 
         A KeyboardInterrupt ends the run with what there is; a second one is raised. So does an
-        error of ``watch`` after the start, or a load process that ends: it is noted in the run.
+        error of ``watch`` after the start, or a load process that ends or cannot go on: it is noted
+        in the run.
         """
         run = Run()
         self._prepare(plan, sessions, warm_up, run)
@@ -198,6 +200,9 @@ class LoadProcesses:
                 show(_sums(progress))
             else:
                 _keep(run, process, message)
+                failure = message.get("load", {}).get("failure")
+                if failure is not None:
+                    raise SetupError(f"load process {process.name} ended the run: {failure}")
 
     def _collect_rest(self, run: Run) -> None:
         """Stop the processes that are still there, and take in what they have."""

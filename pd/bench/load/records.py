@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 # States of a record.
 OK, ERROR, CANCELLED, INTERRUPTED = "ok", "error", "cancelled", "interrupted"
+# Kinds of errors of a request without a connection: the server gave it none, or the client's own
+# machine had no ports, descriptors or memory for it.
+CONNECT, CLIENT = "connect", "client"
 
 
 @dataclass
@@ -31,7 +34,8 @@ class Record:
         request_id: the X-Request-Id that it was sent with; empty if it is not known.
         process: load process that sent it, such as "local/0".
         status: "ok", "error", "cancelled" (by ``--cancel-rate``) or "interrupted" (by Ctrl-C).
-        error_kind: such as "http 429", "connect", "cut", "timeout"; ``error`` is the message.
+        error_kind: such as "http 429", "connect", "client", "cut", "timeout"; ``error`` is the
+            message.
         planned_prompt_tokens, max_tokens: what the dataset asked for.
         prompt_tokens, cached_tokens: as the server counts them.
         output_tokens: tokens that came; ``counted_by`` says how they were counted.

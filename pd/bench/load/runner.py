@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import tempfile
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -169,9 +170,8 @@ class Runner:
             )
             asked = Asked(session, number, scheduled, due)
             pieces = await self._ask(asked, request)
-            if pieces is None:
+            if pieces is None or not self._keep(asked, pieces):
                 return
-            self._asked.append((asked, self._spool.add(pieces)))
             if number + 1 == len(session.turns) or asked.failure or asked.cut_reason:
                 return
             added = session.turns[number + 1]
@@ -181,6 +181,18 @@ class Runner:
                 return
             prompt, scheduled = following, None
             due = (answer.end or due) + added.think_time
+
+    def _keep(self, asked: Asked, pieces: Sequence[Piece]) -> bool:
+        """Keep an answer until the run is over. Without room for it the run ends here, since all
+        later ones would be lost, too."""
+        try:
+            self._asked.append((asked, self._spool.add(pieces)))
+        except OSError as error:
+            where, why = tempfile.gettempdir(), error.strerror or error
+            self.load.failure = f"answers cannot be kept in {where}: {why}"
+            self.stop()
+            return False
+        return True
 
     def _continued(self, prompt: Prompt, answer: Answer, turn: Turn) -> Prompt | None:
         if answer.error_kind is not None:
@@ -231,7 +243,7 @@ class Runner:
     def _not_connected(self, asked: Asked, error: OSError) -> list[Piece] | None:
         """Note why there is no connection; None if the run ended before the request was due."""
         if not self._stopping.is_set():
-            asked.failed(f"{type(error).__name__}: {error}")
+            asked.not_connected(error)
             self.progress.add_failure()
         elif asked.due > time.perf_counter():
             return None

@@ -33,7 +33,10 @@ class Spool:
         self._end = 0
 
     def add(self, pieces: Sequence[Piece]) -> Spooled:
-        """Write what was received; takes the time of one copy in memory."""
+        """Write what was received; takes the time of one copy in memory.
+
+        Raises OSError if there is no room; answers before and after it are kept all the same.
+        """
         content = b"".join(data for _, data in pieces)
         place = Spooled(
             self._end,

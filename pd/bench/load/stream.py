@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from pd.bench.load.reception import Piece
 
 _BLANK_LINE = re.compile(rb"\r?\n\r?\n")
+# Longer lengths are nobody's, and Python reads no number of 5,000 digits.
+_LENGTH = re.compile(rb"\d{1,18}")
 _STATUS_LINE = re.compile(rb"HTTP/1\.[01] (\d{3})(?: |$)")
 
 
@@ -52,7 +54,7 @@ def parse_http(pieces: Sequence[Piece]) -> HTTPAnswer:
         body, complete = _chunks(pieces, raw, begin)
     else:
         body, length = _rest(pieces, begin), headers.get(b"content-length", b"")
-        complete = not length.isdigit() or len(raw) - begin >= int(length)
+        complete = _LENGTH.fullmatch(length) is None or len(raw) - begin >= int(length)
     kind = content_type.decode("latin-1").lower()
     return HTTPAnswer(int(status[1]), kind, body, complete)
 

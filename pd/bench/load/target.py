@@ -8,7 +8,7 @@ import json
 import ssl
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from pd.bench.load.reception import Reception
 from pd.bench.load.stamped import connect_stamped
@@ -36,15 +36,12 @@ class EndpointAddress:
     @classmethod
     def parse(cls, url: str, path: str, api_key: str | None = None) -> EndpointAddress:
         """Raises UsageError for an address that is none."""
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        try:
-            port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
-        except ValueError:
-            port = None
-        if parts.scheme not in ("http", "https") or not parts.hostname or not port:
+        parts = split_url(url)
+        if parts is None or parts.hostname is None:
             raise UsageError(f"--url is http://HOST:PORT or https://HOST, not {url}")
+        tls = parts.scheme == "https"
         where = parts.path.rstrip("/") + path
-        return cls(parts.hostname, port, parts.scheme == "https", where, api_key)
+        return cls(parts.hostname, parts.port or (443 if tls else 80), tls, where, api_key)
 
     def head(self, size: int, name: str) -> bytes:
         """Head of a request whose body has ``size`` bytes; ``name`` becomes its X-Request-Id."""
@@ -77,6 +74,20 @@ class EndpointAddress:
         context = tls_context()
         _, reception = await loop.create_connection(Reception, self.host, self.port, ssl=context)
         return reception
+
+
+def split_url(url: str) -> SplitResult | None:
+    """Parts of an address of HTTP or HTTPS, which may lack ``http://``; None for what is none.
+
+    The parts have a ``hostname``, and a ``port`` that is None or at least 1.
+    """
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        # NOTE: the port is read from the text only here, and may be none.
+        is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        return None
+    return parts if is_address else None
 
 
 @functools.cache

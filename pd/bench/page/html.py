@@ -42,8 +42,8 @@ code, pre { font-size: .85em; white-space: pre-wrap; overflow-wrap: anywhere; }
 </head>
 <body>
 <h1>{{ title }}</h1>
-{% for run in runs if run.complaints %}
-<p class="void">{{ run.name }} is void: {{ run.complaints | join("; ") }}</p>
+{% for run in runs if run.faults %}
+<p class="void">{{ run.name }} is void: {{ run.faults | join("; ") }}</p>
 {% endfor %}
 {% if runs %}
 <h2>Runs</h2>
@@ -132,7 +132,7 @@ def _run(run: ReportedRun) -> dict[str, Any]:
     facts = [run.measures.get(name) for name in _FACTS.values()]
     return {
         "name": run.name,
-        "complaints": run.summary.get("complaints") or [],
+        "faults": run.faults,
         "facts": [_number(value) for value in [*facts, goodput.get("share")]],
         "latencies": [_latency(run, name) for name in LATENCIES],
         "server": [(name, _number(value)) for name, value in _flat(run.summary.get("server"))],

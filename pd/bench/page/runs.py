@@ -10,6 +10,7 @@ from pd.bench.load.records import OK, Record, read_records
 from pd.core.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 # Larger files are no summaries.
@@ -35,6 +36,12 @@ class ReportedRun:
         return [record for record in self.records if record.status == OK]
 
     @property
+    def faults(self) -> list[str]:
+        """Why its measures say nothing of the server; empty if they do."""
+        partial = why_partial(self.summary)
+        return [*(self.summary.get("complaints") or []), *([] if partial is None else [partial])]
+
+    @property
     def measures(self) -> dict[str, Any]:
         found: dict[str, Any] = self.summary.get("measures") or {}
         return found
@@ -56,6 +63,14 @@ class Sweep:
     @property
     def deployments(self) -> list[str]:
         return list(dict.fromkeys(row["deployment"] for row in self.rows))
+
+
+def why_partial(summary: Mapping[str, Any]) -> str | None:
+    """Why the ``summary.json`` of a run under load is of a part of it; None for a whole run."""
+    missing = (summary.get("notes") or {}).get("records_missing_from")
+    if missing:
+        return f"records of load process {', '.join(map(str, missing))} are missing"
+    return "it was ended before its time" if summary.get("interrupted") else None
 
 
 def read_run(directory: Path, name: str) -> ReportedRun:

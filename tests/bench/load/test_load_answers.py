@@ -11,7 +11,9 @@ import pytest
 
 from pd.bench.load.answers import Answer, read_answer
 from pd.bench.load.endpoints import Chat, Completions, NativeGenerate
+from pd.bench.load.measures import summarize
 from pd.bench.load.reception import Reception
+from pd.bench.load.records import Record
 
 if TYPE_CHECKING:
     from pd.bench.load.endpoints import Endpoint
@@ -128,6 +130,55 @@ def test_streams_that_fail_say_how(events, kind) -> None:
     assert answer.error
 
 
+def generated(**fields: Any) -> str:
+    """An event of ``/generate``, whose fields may be no valid JSON for others than Python."""
+    meta = {"completion_tokens": 1, "finish_reason": None} | fields.pop("meta", {})
+    return json.dumps({"text": "a", "meta_info": meta} | fields)
+
+
+HUGE = 10**400
+NUMBERS = [
+    (Completions(), text("a", completion_tokens=HUGE)),
+    (Completions(), text("a", prompt_tokens=1 << 53)),
+    (Completions(), {"choices": [{"text": "a"}], "usage": {
+        "prompt_tokens_details": {"cached_tokens": HUGE}}}),
+    (Completions(), '{"choices": [{"text": "a", "token_ids": [1e400]}]}'),
+    (Completions(), '{"choices": [{"text": "a", "token_ids": [NaN]}]}'),
+    (NativeGenerate(), '{"text": "a", "output_ids": [-1e400], "meta_info": {}}'),
+    (NativeGenerate(), generated(meta={"completion_tokens": HUGE})),
+    *[
+        (NativeGenerate(), generated(meta={"stages": {"prefill": seconds}}))
+        for seconds in (HUGE, -HUGE, float("nan"), float("inf"), "nan", "-inf", 1e300)
+    ],
+]  # fmt: skip
+TEXTS = [(NativeGenerate(), generated(text=each)) for each in (5, True, ["a"], {"a": "b"})]
+
+
+@pytest.mark.parametrize(("endpoint", "event"), [*NUMBERS, *TEXTS])
+@pytest.mark.parametrize("place", [0, 1])
+def test_events_that_make_no_sense_cost_their_own_answer(endpoint, event, place) -> None:
+    good = text("a") if isinstance(endpoint, Completions) else generated()
+    events: list[Any] = [good, good]
+    events[place] = event
+    answer = streamed(*events, "[DONE]", endpoint=endpoint)
+    assert answer.error_kind == "bad event"
+    assert answer.num_tokens == place, "what came before counts"
+
+
+def test_the_largest_numbers_have_finite_measures() -> None:
+    most = (1 << 53) - 1
+    meta = {"completion_tokens": most, "prompt_tokens": most, "stages": {"prefill": float(most)}}
+    answer = streamed(generated(meta=meta), "[DONE]", endpoint=NativeGenerate())
+    assert (answer.error_kind, answer.num_tokens) == (None, most)
+    records = [
+        Record(session=n, end=2.0, prompt_tokens=answer.prompt_tokens,
+               output_tokens=answer.num_tokens, tokens=answer.counts,
+               stages=answer.stages if n else {"prefill": 0.0})
+        for n in range(3)
+    ]  # fmt: skip
+    json.dumps(summarize(records), allow_nan=False)
+
+
 @pytest.mark.parametrize(
     ("raw", "kind"),
     [
@@ -138,6 +189,7 @@ def test_streams_that_fail_say_how(events, kind) -> None:
         (CHUNKED + b"zz\r\nnonsense", "cut"),
         (CHUNKED + b"-5\r\nnonsense", "cut"),
         (PLAIN + b"\xff\xfe\x00", "cut"),
+        (b"HTTP/1.1 500 X\r\nContent-Length: %s\r\n\r\nno" % (b"9" * 5000), "http 500"),
     ],
 )
 def test_answers_that_are_none_say_how(raw, kind) -> None:

@@ -238,6 +238,14 @@ def test_lines_that_cannot_be_sent_are_named(tmp_path, line, complaint) -> None:
         draw(DatasetSpec("jsonl", path=path))
 
 
+@pytest.mark.parametrize("text", ["", "\n \n"])
+def test_a_file_without_a_request_is_named(tmp_path, text) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=r"r.jsonl has no requests: it has no line that is not bl"):
+        draw(DatasetSpec("jsonl", path=path))
+
+
 def lines_of(sessions: list[Session]) -> list[int]:
     """Which lines, from 0, of a file whose prompts are their numbers."""
     return [int(session.turns[0].prompt[0]) for session in sessions]

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
+import os
 import socket
 import time
 from typing import TYPE_CHECKING
 
+import pytest
+
 from pd.bench.load import runner as module
+from pd.bench.load.client_checks import ClientLimits, client_complaints, client_facts
 from pd.bench.load.endpoints import Options, Sampling
 from pd.bench.load.plan import Plan
+from pd.bench.load.processes import Run
 from pd.bench.load.runner import Runner
+from pd.bench.load.spool import Spool
 from pd.bench.load.target import EndpointAddress
 from pd.bench.load.workload import Session, Turn
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 
-    import pytest
-
+    from pd.bench.load.client_load import ProcessLoad
+    from pd.bench.load.reception import Piece, Reception
     from pd.bench.load.records import Record
+    from pd.bench.load.spool import Spooled
 
 ENDPOINT = "/v1/completions"
 EVENT = json.dumps({"choices": [{"index": 0, "text": "w", "token_ids": [7]}]})
@@ -134,3 +142,67 @@ def test_a_connection_that_hangs_is_an_error_after_a_while(monkeypatch: pytest.M
         [record] = asyncio.run(run(port))
     assert (record.status, record.error_kind) == ("error", "connect")
     assert record.error == "TimeoutError: no connection within 0.2 s"
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        *[
+            (number, "client")
+            for number in (
+                errno.EADDRNOTAVAIL, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM,
+            )
+        ],
+        (errno.ECONNREFUSED, "connect"),
+    ],
+)  # fmt: skip
+def test_a_connection_for_which_the_client_lacks_something_is_no_error_of_the_server(
+    monkeypatch: pytest.MonkeyPatch, number: int, kind: str
+) -> None:
+    async def connect(target: EndpointAddress) -> Reception:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(EndpointAddress, "connect", connect)
+    runner = runner_of(9, request(0, 0.0))
+    asyncio.run(runner.run(time.perf_counter()))
+    [record] = runner.records()
+    assert (record.status, record.error_kind) == ("error", kind)
+    assert os.strerror(number) in (record.error or "")
+    record.lag = 0.0  # a machine that other tests keep busy makes every client late
+    found = Run(records=[record])
+    complaints = client_complaints(client_facts(found), ClientLimits())
+    assert len(complaints) == (kind == "client")
+    assert all("connections_without_resources is 1, the limit is 0" in c for c in complaints)
+
+
+def test_a_full_disk_ends_the_run_and_costs_the_answers_that_it_did_not_hold(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class FullSpool(Spool):
+        added = 0
+
+        def add(self, pieces: Sequence[Piece]) -> Spooled:
+            self.added += 1
+            if self.added == 3:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().add(pieces)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(ANSWER)
+        writer.close()
+
+    monkeypatch.setattr(module, "Spool", FullSpool)
+
+    async def run() -> tuple[list[Record], ProcessLoad]:
+        async with serving(answer) as port:
+            arrivals = (0.0, 0.2, 0.4, 1000.0)
+            runner = runner_of(port, *(request(n, at) for n, at in enumerate(arrivals)))
+            await asyncio.wait_for(runner.run(time.perf_counter()), 60)
+            return list(runner.records()), runner.load.facts("p")
+
+    records, load = asyncio.run(run())
+    assert [record.status for record in records] == ["ok", "ok"]
+    assert load.failure is not None
+    assert load.failure.startswith("answers cannot be kept in /")
+    assert load.failure.endswith(": No space left on device")

@@ -387,6 +387,10 @@ def test_ctrl_c_writes_what_there_is(scripted, tmp_path) -> None:
         (["--dataset-name", "random", "--layout", "split"], "give its file with --cluster"),
         (["--cluster", "x.yaml"], "--cluster needs a run under load: give --dataset-name"),
         (["--dataset-name", "random"], "cannot reach http://127.0.0.1:9"),
+        (["--dataset-name", "random", "--url", "http://HOST:PORT"], "--url is http://HOST:PORT or"),
+        (["--dataset-name", "random", "--url", "http://[::1:8000"], "--url is http://HOST:PORT or"),
+        (["--dataset-name", "random", "--url", "http://h:0"], "--url is http://HOST:PORT or"),
+        (["--dataset-name", "random", "--url", "http://é..x:9"], "cannot reach http://é..x:9/v1"),
     ],
 )
 def test_errors_are_one_line_that_says_what_to_do(flags, complaint, capsys) -> None:

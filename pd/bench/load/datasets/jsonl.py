@@ -32,7 +32,8 @@ _LEFT_OUT = {*_PROMPTS, *_LENGTHS, "timestamp", "body", "model", "stream", "stre
 
 
 def draw_jsonl(spec: DatasetSpec, seed: int) -> Drawn:
-    """Requests of a file, in its order. Raises UsageError for a line that cannot be used."""
+    """Requests of a file, in its order. Raises UsageError for a line that cannot be used, and for a
+    file without any."""
     assert spec.path is not None
     sessions: list[tuple[Turn, ...]] = []
     times: list[float] = []
@@ -42,6 +43,8 @@ def draw_jsonl(spec: DatasetSpec, seed: int) -> Drawn:
         sessions.append((_turn(where, row, spec.output_len),))
         if "timestamp" in row:
             times.append(_number(where, row, "timestamp") / 1e3)
+    if not sessions:
+        raise UsageError(f"{spec.path} has no requests: it has no line that is not blank")
     if times and len(times) != len(sessions):
         raise UsageError(f"{spec.path}: {len(times)} of {len(sessions)} lines have a timestamp")
     return Drawn(sessions, [at - min(times) for at in times] or None)
