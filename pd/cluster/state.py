@@ -54,7 +54,7 @@ class ClusterState(msgspec.Struct, frozen=True):
     Attributes:
         deployment: what runs of one file have in common, see :func:`deployment_id`.
         run: distinguishes this run from others.
-        token: in the environment of all processes of the run.
+        token: what the tokens of all hosts begin with, see :meth:`token_on`.
         controller: the process that started it and stays; None if it was detached.
         log_directory: where its user wants the logs; None for the usual place.
     """
@@ -69,6 +69,13 @@ class ClusterState(msgspec.Struct, frozen=True):
     def run_on(self, host: str) -> str:
         """Name of the run's directory on one host. Hosts may share a file system."""
         return f"{self.deployment}/{self.run}/{host}"
+
+    def token_on(self, host: str) -> str:
+        """The token that all processes of the run on one host have in their environment.
+
+        Hosts of the file may be one machine, where one of them must not end what another one runs.
+        """
+        return f"{self.token}-{host}"
 
     @property
     def logs(self) -> Path:

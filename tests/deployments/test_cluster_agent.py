@@ -50,7 +50,8 @@ def connected(state: ClusterState) -> Host:
 def state() -> Iterator[ClusterState]:
     made = new_state()
     yield made
-    kill_all_with(made.token)
+    for name in ("here", "there"):
+        kill_all_with(made.token_on(name))
 
 
 @pytest.fixture
@@ -124,6 +125,26 @@ def test_what_a_killed_process_leaves_behind_is_killed(
     wait_ended(host, "one")
     assert len(pids_with(state.token)) == 2
     host.tell(protocol.Close())
+    wait_gone(state.token)
+
+
+@pytest.mark.parametrize("end", ["close", "disconnect"])
+def test_a_host_leaves_alone_what_another_one_runs_on_the_same_machine(
+    end: str, state: ClusterState
+) -> None:
+    known = dict.fromkeys(("here", "there"), state.hosts["here"])
+    state = msgspec.structs.replace(state, hosts=known)
+    hosts, problems = connect(state, threading.Condition())
+    assert not problems
+    stays = start(hosts["here"], "one", *SLEEP).pid
+    start(hosts["there"], "one", "sh", "-c", "setsid sleep 600 & sleep 600")
+    wait_until(lambda: len(pids_with(state.token_on("there"))) == 3, WITHIN)
+    if end == "close":
+        hosts["there"].tell(protocol.Close(remove=True))
+    hosts["there"].disconnect()
+    wait_gone(state.token_on("there"))
+    assert pids_with(state.token) == [stays]
+    hosts["here"].disconnect()
     wait_gone(state.token)
 
 
