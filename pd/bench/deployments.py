@@ -236,7 +236,7 @@ def _fetch_from(host: Host, authorities: str) -> Fetch:
         body: bytes | None = None,
         timeout: float = 30.0,
     ) -> tuple[int, str]:
-        answer = host.fetch(url, timeout, dict(headers or {}), body, authorities)
+        answer = host.fetch(url, timeout, dict(headers or {}), body, authorities=authorities)
         return answer.status, answer.body.decode(errors="replace")
 
     return fetch
