@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import sys
@@ -97,8 +98,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def report(line: str) -> None:
-    """Print a line for people."""
-    print(line, file=sys.stderr, flush=True)
+    """Print a line for people, if they are still there to read it.
+
+    A terminal or a pipe that is gone keeps nothing from being stopped.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        print(line, file=sys.stderr, flush=True)
 
 
 # ---- up

@@ -25,6 +25,7 @@ from pd.cluster.host_processes import ProcessHandle, identity_of, kill_all_with
 from pd.cluster.reach import Local, NetworkNamespace, Ssh
 from pd.cluster.run_directory import ProcessRecord, new_run_id
 from pd.cluster.state import ClusterState, HostState, create_state, forget_state, load_state
+from pd.commands.cluster import report, stop_deployment
 from pd.core.errors import SetupError
 
 if TYPE_CHECKING:
@@ -283,6 +284,26 @@ def test_a_deployment_whose_logs_cannot_be_written_is_stopped_all_the_same(host:
     assert running.stop()
     assert host.processes["one"].ended
     assert any("cannot write /proc/nowhere/here-one.log" in line for line in said), said
+
+
+def test_a_deployment_is_stopped_though_nobody_can_be_told(
+    state: ClusterState, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in ``pd-launch cluster up FILE 2>&1 | tee log`` after Ctrl-C, which ends ``tee``, too."""
+    create_state(state)
+    start(host, "one", *SLEEP)
+    reader, writer = os.pipe()
+    os.close(reader)
+    broken = open(writer, "w")  # noqa: SIM115 (its end raises, too)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", broken)
+        report("nobody reads this")
+        stop_deployment(Deployment(state, host._changed, {"here": host}, report), 5.0)
+        with pytest.raises(BrokenPipeError):
+            broken.close()
+        report("nor this")
+    assert host.processes["one"].ended
+    assert load_state(state.deployment) is None
 
 
 # ---- files and secrets
