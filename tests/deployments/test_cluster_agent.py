@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -19,11 +20,12 @@ from lacking import skip_or_fail
 from processes import wait_until
 
 from pd.cluster import protocol
+from pd.cluster.agent import Agent
 from pd.cluster.deployment import Deployment, attach, connect, how_it_ended
 from pd.cluster.host import Host
 from pd.cluster.host_processes import ProcessHandle, identity_of, kill_all_with
 from pd.cluster.reach import Local, NetworkNamespace, Ssh
-from pd.cluster.run_directory import ProcessRecord, new_run_id
+from pd.cluster.run_directory import ProcessRecord, RunDirectory, new_run_id
 from pd.cluster.state import ClusterState, HostState, create_state, forget_state, load_state
 from pd.commands.cluster import report, stop_deployment
 from pd.core.errors import SetupError
@@ -257,6 +259,43 @@ def test_a_full_disk_leaves_no_record_that_keeps_a_deployment_from_starting(
     assert load_state(state.deployment) is None
     create_state(state)
     forget_state(state)
+
+
+def test_a_full_disk_leaves_no_process_that_nobody_would_find_again(
+    state: ClusterState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = RunDirectory.write
+
+    def full(run: RunDirectory, name: str, content: bytes) -> None:
+        if name.endswith(".process"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(run, name, content)
+
+    with agent_here(state) as agent:
+        with monkeypatch.context() as patch:
+            patch.setattr(RunDirectory, "write", full)
+            with pytest.raises(OSError, match="No space left on device"):
+                agent._start(protocol.StartProcess("one", SLEEP, {}))
+        assert not pids_with(state.token)
+        # Neither does it keep another one from having the name.
+        started = agent._start(protocol.StartProcess("one", SLEEP, {}))
+        assert pids_with(state.token) == [started.pid]
+
+
+@contextlib.contextmanager
+def agent_here(state: ClusterState) -> Iterator[Agent]:
+    """The agent of the state's host in this process, with nobody at the other end. What it has
+    started is stopped at the end."""
+    source, sink = os.pipe()
+    agent = Agent(source, sink)
+    agent._open(protocol.OpenRun(state.run_on("here"), state.token_on("here")))
+    try:
+        yield agent
+    finally:
+        agent._stop_all()
+        agent._selector.close()
+        os.close(source)
+        os.close(sink)
 
 
 def test_a_place_where_no_run_can_be_recorded_is_named(
