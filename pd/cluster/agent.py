@@ -375,6 +375,12 @@ def fetch(request: protocol.FetchUrl) -> protocol.Fetched:
         raise SetupError(f"cannot reach {request.url}: {error.reason}") from error
     except http.client.HTTPException as error:
         raise SetupError(f"{request.url} does not speak HTTP: {error!r}") from error
+    except ValueError:
+        # Its text has the header's value, which may be a key.
+        raise SetupError(
+            f"cannot ask {request.url}: a header, such as that with the key, has a line break or "
+            "another character that HTTP does not allow"
+        ) from None
 
 
 def _tls_context(request: protocol.FetchUrl) -> ssl.SSLContext:

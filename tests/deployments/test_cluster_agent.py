@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -382,6 +383,17 @@ def test_environments_are_in_no_command_line_and_no_file(host: Host) -> None:
         assert "a-secret-of-this-test" not in command_line(process)
     for path in Path(host.run_directory).rglob("*"):
         assert b"a-secret-of-this-test" not in path.read_bytes()
+
+
+@pytest.mark.parametrize("key", ["secret\nof-this-test", "secret\u20acof-this-test"])
+def test_a_key_that_is_no_header_is_refused_and_not_shown(host: Host, key: str) -> None:
+    """A server that is there is not asked."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/workers"
+        with pytest.raises(SetupError, match=r"cannot ask .*/workers: a header") as refused:
+            host.fetch(url, 1.0, {"Authorization": f"Bearer {key}"})
+    assert "of-this-test" not in refused.value.message
+    assert not any("of-this-test" in line for line in host._errors)
 
 
 # ---- ways to a host
