@@ -194,7 +194,7 @@ def test_a_host_that_answers_nothing_any_more_is_lost(
     state: ClusterState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(protocol, "PING_SECONDS", 0.1)
-    monkeypatch.setattr(protocol, "LEASE_SECONDS", 0.5)
+    monkeypatch.setattr(protocol, "AGENT_LEASE", 0.5)
     host = connected(state)
     agent = agent_pid(host)
     os.kill(agent, signal.SIGSTOP)
