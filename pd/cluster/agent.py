@@ -305,6 +305,9 @@ class Agent:
             except OSError:
                 self._remove_output(request.name)
                 raise
+            except ValueError as error:  # a character that no command line can have
+                self._remove_output(request.name)
+                raise SetupError(f"{request.name} cannot be started: {error}") from None
 
     def _signal(self, request: protocol.Signal) -> None:
         self._process(request.name).send(request.signal)

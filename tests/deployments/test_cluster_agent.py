@@ -346,6 +346,13 @@ def test_a_deployment_is_stopped_though_nobody_can_be_told(
     assert load_state(state.deployment) is None
 
 
+def test_a_command_that_cannot_be_one_is_refused_and_the_host_stays(host: Host) -> None:
+    with pytest.raises(SetupError, match="one cannot be started: embedded null byte"):
+        start(host, "one", "sleep", "6\0")
+    assert start(host, "one", *SLEEP).pid
+    assert not host.lost
+
+
 # ---- files and secrets
 
 
