@@ -176,6 +176,27 @@ def test_a_pid_that_now_belongs_to_another_process_is_left_alone(
     assert running.stop()
 
 
+@pytest.mark.parametrize("left", [0, 40])
+def test_a_damaged_record_keeps_nothing_from_being_shown_and_stopped(
+    left: int, state: ClusterState, foreign: object
+) -> None:
+    create_state(state)
+    host = connected(state)
+    start(host, "one", *SLEEP)
+    start(host, "two", *SLEEP)
+    host.tell(protocol.Keep())
+    host.disconnect()
+    os.truncate(Path(host.run_directory, "one.process"), left)
+
+    running, problems = attach(state)
+    assert not problems
+    assert [process.name for process in running.processes] == ["two"]
+    assert len(pids_with(state.token)) == 2
+    assert running.stop()
+    wait_gone(state.token)
+    assert load_state(state.deployment) is None
+
+
 def test_a_deployment_that_says_nothing_any_more_is_given_up(state_home: Path) -> None:
     program = "from pd.cluster import agent, protocol; protocol.AGENT_LEASE = 0.5; agent.main()"
     with subprocess.Popen(
