@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from pd.cluster.claims import check_collisions
 from pd.cluster.spec import SHAPES, ClusterSpec, Flags, HostSettings, LayoutSettings, refuse
+from pd.cluster.state import LOGS
 from pd.core.cluster_key import load_cluster_key
 from pd.core.errors import UsageError
 
@@ -205,6 +206,11 @@ def check(spec: ClusterSpec) -> ClusterSpec:
     Raises UsageError.
     """
     for name, host in spec.hosts.items():
+        if name == LOGS:
+            raise refuse(
+                f"hosts.{name}",
+                f"logs of all hosts are collected under the name {LOGS}; name the host differently",
+            )
         _check_host(f"hosts.{name}", host)
     for name in spec.load:
         _check_name("load", name, spec.hosts)

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from pd.cluster.spec import HostSettings
 
 _NAME_CHARACTERS = 32
+# The directory of a run here in which logs are collected, beside those of its hosts here.
+LOGS = "logs"
 
 
 class HostState(msgspec.Struct, frozen=True):
@@ -82,7 +84,7 @@ class ClusterState(msgspec.Struct, frozen=True):
         """Directory on this machine in which logs and metrics of all hosts are collected."""
         if self.log_directory is not None:
             return Path(self.log_directory)
-        return state_directory() / self.deployment / self.run / "logs"
+        return state_directory() / self.deployment / self.run / LOGS
 
     def controller_handle(self) -> ProcessHandle | None:
         """The process that started the run, if it is still there."""

@@ -173,6 +173,10 @@ REFUSED = {
         ("hosts", {"../x": {"local": True}}),
         "hosts.../x: '../x' is not a name of up to 32 letters, digits, - and _",
     ),
+    "the place of logs": (
+        ("hosts.logs", {"local": True}),
+        "hosts.logs: logs of all hosts are collected under the name logs; name the host diff",
+    ),
     "the short form beside layouts": (
         ("nodes", [{"role": "unified", "host": "first"}]),
         "nodes does not go with layouts: write it below one of the layouts",
