@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pd.commands import parser as types
 from pd.commands.processes import ENDING, handled, ignored, interrupted_by
 from pd.core.errors import SetupError, UsageError
 
@@ -56,14 +57,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--wait",
-        type=float,
+        type=types.seconds,
         default=WAIT_SECONDS,
         metavar="SECONDS",
         help="up, scale: how long everything may take to be ready",
     )
     parser.add_argument(
         "--grace",
-        type=float,
+        type=types.seconds,
         default=GRACE_SECONDS,
         metavar="SECONDS",
         help="how long each process may take to end before it is killed",
