@@ -116,7 +116,12 @@ def _up(args: argparse.Namespace) -> int:
     with interrupted_by(*ENDING):
         running = start_deployment(load_spec(args.file), args.file, wait_seconds=args.wait)
         if args.detach:
-            _detach(running)
+            try:
+                _detach(running)
+            except BaseException:
+                # Its hosts may have been told to keep it, without a record of that.
+                stop_deployment(running, args.grace)
+                raise
             _print_urls(running)
             return 0
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import errno
 import os
@@ -16,7 +17,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
-from cluster_helpers import foreign_process, pids_with, wait_gone
+from cluster_helpers import (
+    foreign_process,
+    pids_with,
+    spec_of,
+    unified_layout,
+    wait_gone,
+    write,
+)
 from lacking import skip_or_fail
 from processes import wait_until
 
@@ -28,6 +36,7 @@ from pd.cluster.host_processes import ProcessHandle, identity_of, kill_all_with
 from pd.cluster.reach import Local, NetworkNamespace, Ssh
 from pd.cluster.run_directory import ProcessRecord, RunDirectory, new_run_id
 from pd.cluster.state import ClusterState, HostState, create_state, forget_state, load_state
+from pd.commands.cluster import _up as up
 from pd.commands.cluster import report, stop_deployment
 from pd.core.errors import SetupError
 
@@ -372,6 +381,26 @@ def test_a_command_that_cannot_be_one_is_refused_and_the_host_stays(host: Host) 
         start(host, "one", "sleep", "6\0")
     assert start(host, "one", *SLEEP).pid
     assert not host.lost
+
+
+def test_a_deployment_that_cannot_be_detached_is_stopped(
+    state: ClusterState,
+    host: Host,
+    state_home: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    create_state(state)
+    start(host, "one", *SLEEP)
+    running = Deployment(state, host._changed, {"here": host}, print)
+    monkeypatch.setattr("pd.commands.cluster.start_deployment", lambda *_, **__: running)
+    # In the place of the record that it is detached.
+    (state_home / "pd/clusters/test/state.part").mkdir()
+    file = write(tmp_path / "one.yaml", spec_of({"here": {"local": True}}, **unified_layout()))
+    with pytest.raises(SetupError, match=r"cannot write .*/state\.json: Is a directory"):
+        up(argparse.Namespace(file=file, wait=1.0, grace=5.0, detach=True))
+    wait_gone(state.token)
+    assert load_state(state.deployment) is None
 
 
 # ---- files and secrets
