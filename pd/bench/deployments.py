@@ -212,7 +212,7 @@ def _client(spec: ClusterSpec, running: Deployment, args: argparse.Namespace) ->
 
 def _place(spec: ClusterSpec, running: Deployment, name: str, number: int) -> LoadPlace:
     """A load process on a host. The host's agent ends it if this command cannot."""
-    environment = spec.environment_of(name) | {TOKEN_VARIABLE: running.state.token}
+    environment = spec.environment_of(name) | {TOKEN_VARIABLE: running.state.token_on(name)}
     return LoadPlace(
         f"{name}/{number}",
         tuple(running.hosts[name].module_command(MODULE)),
@@ -236,7 +236,7 @@ def _fetch_from(host: Host, authorities: str) -> Fetch:
         body: bytes | None = None,
         timeout: float = 30.0,
     ) -> tuple[int, str]:
-        answer = host.fetch(url, timeout, dict(headers or {}), body, authorities)
+        answer = host.fetch(url, timeout, dict(headers or {}), body, authorities=authorities)
         return answer.status, answer.body.decode(errors="replace")
 
     return fetch

@@ -37,6 +37,7 @@ from pd.core.errors import PDError, SetupError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
     from types import FrameType
 
     from pd.cluster.protocol import AnyRequest, StartProcess
@@ -259,19 +260,37 @@ class Agent:
         # Before it can end.
         run.let_end(name, may_end=request.may_end)
         child = self._popen(request)
-        # It stays a zombie until its end is noted, so that the pid is its own until then.
-        handle, identity = ProcessHandle.of_pid(child.pid), identity_of(child.pid)
-        assert handle is not None and identity is not None
-        # Environments may hold secrets, and nobody needs them again.
-        recorded = msgspec.structs.replace(request, environment={})
+        try:
+            # It stays a zombie until its end is noted, so that the pid is its own until then.
+            identity = identity_of(child.pid)
+            assert identity is not None
+            # Environments may hold secrets, and nobody needs them again.
+            recorded = msgspec.structs.replace(request, environment={})
+            run.add_record(ProcessRecord(identity, recorded))
+        except BaseException:
+            # Where the disk is full, say: nobody would find it again.
+            child.kill()
+            child.wait()
+            self._remove_output(name)
+            raise
+        handle = ProcessHandle.of_pid(child.pid)
+        assert handle is not None
         process = AgentProcess(request, child.pid, handle, child)
         self._add(process)
-        run.add_record(ProcessRecord(identity, recorded))
         return process.state
+
+    def _output(self, name: str) -> list[Path]:
+        """The files of a process's standard output and error."""
+        return [self._opened.file(f"{name}.{suffix}") for suffix in ("out", "log")]
+
+    def _remove_output(self, name: str) -> None:
+        """Delete what keeps a process of this name from being started again."""
+        for file in self._output(name):
+            file.unlink()
 
     def _popen(self, request: StartProcess) -> subprocess.Popen[bytes]:
         environment = os.environ | request.environment | {TOKEN_VARIABLE: self._token}
-        files = [self._opened.file(f"{request.name}.{suffix}") for suffix in ("out", "log")]
+        files = self._output(request.name)
         with files[0].open("xb") as out, files[1].open("xb") as log:
             try:
                 return subprocess.Popen(
@@ -284,9 +303,11 @@ class Agent:
                     start_new_session=True,
                 )
             except OSError:
-                for file in files:  # so that it can be tried again
-                    file.unlink()
+                self._remove_output(request.name)
                 raise
+            except ValueError as error:  # a character that no command line can have
+                self._remove_output(request.name)
+                raise SetupError(f"{request.name} cannot be started: {error}") from None
 
     def _signal(self, request: protocol.Signal) -> None:
         self._process(request.name).send(request.signal)
@@ -357,6 +378,12 @@ def fetch(request: protocol.FetchUrl) -> protocol.Fetched:
         raise SetupError(f"cannot reach {request.url}: {error.reason}") from error
     except http.client.HTTPException as error:
         raise SetupError(f"{request.url} does not speak HTTP: {error!r}") from error
+    except ValueError:
+        # Its text has the header's value, which may be a key.
+        raise SetupError(
+            f"cannot ask {request.url}: a header, such as that with the key, has a line break or "
+            "another character that HTTP does not allow"
+        ) from None
 
 
 def _tls_context(request: protocol.FetchUrl) -> ssl.SSLContext:

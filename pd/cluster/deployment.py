@@ -272,7 +272,10 @@ def connect(
         try:
             host.open(
                 protocol.OpenRun(
-                    state.run_on(name), state.token, attach=attach, directory=known.directory
+                    state.run_on(name),
+                    state.token_on(name),
+                    attach=attach,
+                    directory=known.directory,
                 )
             )
         except BaseException:

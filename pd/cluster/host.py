@@ -287,8 +287,8 @@ class Host:
         timeout: float = 5.0,
         headers: dict[str, str] | None = None,
         body: bytes | None = None,
-        method: str | None = None,
         *,
+        method: str | None = None,
         verify: bool = True,
         authorities: str = "",
     ) -> Fetched:

@@ -19,7 +19,7 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Every process of a run has it in its environment, and so has whatever it starts.
+# Every process of a run on one host has it in its environment, and so has whatever it starts.
 TOKEN_VARIABLE = "PD_CLUSTER_TOKEN"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -89,7 +89,8 @@ class ProcessHandle:
 def kill_all_with(token: str) -> list[int]:
     """SIGKILL every process of this user that has the token, and return their pids.
 
-    These are what processes of the run have started and left behind, when they were killed.
+    These are what processes of a run on one host have started and left behind, when they were
+    killed.
     """
     wanted = f"{TOKEN_VARIABLE}={token}".encode()
     killed: list[int] = []

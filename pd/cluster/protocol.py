@@ -34,7 +34,8 @@ class OpenRun(AgentRequest, tag="open"):
         attach: look after processes of an earlier agent, and leave them running when the
             connection ends. Otherwise nobody may have opened the run before.
         directory: working directory of processes; empty for the agent's own.
-        token: value of :data:`TOKEN_VARIABLE` in the environment of every process of this run.
+        token: value of :data:`TOKEN_VARIABLE` in the environment of every process of this run
+            on this host.
     """
 
     run: str

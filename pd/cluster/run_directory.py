@@ -96,10 +96,19 @@ class RunDirectory:
         self.write(f"{record.start.name}.process", msgspec.json.encode(record))
 
     def records(self, besides: Collection[str] = ()) -> list[ProcessRecord]:
-        """Processes that were started here, oldest first, but for those with these names."""
+        """Processes that were started here, oldest first, but for those with these names.
+
+        A record that is damaged is left out; what it was about is found by its token when the run
+        is closed.
+        """
         files = [path for path in self.path.glob("*.process") if path.stem not in besides]
         files.sort(key=lambda path: path.stat().st_mtime_ns)
-        return [_RECORD.decode(path.read_bytes()) for path in files]
+        found: list[ProcessRecord] = []
+        for path in files:
+            # Text that is not UTF-8 is no error of msgspec's, but this.
+            with contextlib.suppress(ValueError):
+                found.append(_RECORD.decode(path.read_bytes()))
+        return found
 
     def let_end(self, name: str, *, may_end: bool) -> None:
         """Record whether a process may end without a failure of the deployment."""

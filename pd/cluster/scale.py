@@ -406,7 +406,7 @@ class _Scaling:
             _ANSWER_SECONDS,
             {} if key is None else {"Authorization": f"Bearer {key}"},
             body,
-            method,
+            method=method,
             # What this host sends to itself nobody reads on the way.
             verify=LOOPBACK.fullmatch(urlsplit(url).hostname or "") is None,
             authorities="" if settings is None else settings.environment.get("SSL_CERT_FILE", ""),

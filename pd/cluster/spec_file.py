@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from pd.cluster.claims import check_collisions
 from pd.cluster.spec import SHAPES, ClusterSpec, Flags, HostSettings, LayoutSettings, refuse
+from pd.cluster.state import LOGS
 from pd.core.cluster_key import load_cluster_key
 from pd.core.errors import UsageError
 
@@ -69,12 +70,21 @@ def load_spec(path: Path) -> ClusterSpec:
         raise UsageError(f"{path}: {error.message}") from None
 
 
-class _DuplicateKeyError(yaml.YAMLError):
-    """A mapping has a key twice, of which YAML's loader would keep the last."""
+class _RefusedYAMLError(yaml.YAMLError):
+    """YAML that no deployment can have."""
 
 
 class _Loader(yaml.SafeLoader):
-    """A safe loader that refuses duplicate keys."""
+    """A safe loader that refuses duplicate keys, of which YAML's would keep the last, and the
+    character \\0, which no path, variable or command line can have."""
+
+    def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
+        node = super().compose_scalar_node(anchor)
+        if "\0" in node.value:
+            line = node.start_mark.line + 1
+            # The value itself may be secret.
+            raise _RefusedYAMLError(f"line {line}: no text can have the character \\0")
+        return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -83,7 +93,7 @@ class _Loader(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode):
                 if (key.tag, key.value) in seen:
                     line = key.start_mark.line + 1
-                    raise _DuplicateKeyError(f"line {line}: the key {key.value} is there already")
+                    raise _RefusedYAMLError(f"line {line}: the key {key.value} is there already")
                 seen.add((key.tag, key.value))
         return node
 
@@ -97,9 +107,12 @@ def _read(path: Path) -> dict[str, Any]:
         raw = yaml.load(content, _Loader)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except _DuplicateKeyError as error:
+    except _RefusedYAMLError as error:
         raise UsageError(f"{path}, {error}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise UsageError(f"{path} is nested too deeply") from None
+    # yaml lets errors of Python escape for values such as 2024-13-45 and !!int ''.
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError) as error:
         raise UsageError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(raw, dict) or not all(isinstance(key, str) for key in raw):
         raise UsageError(f"{path} must map keys to values; see configs/two-hosts/cluster.yaml")
@@ -193,6 +206,11 @@ def check(spec: ClusterSpec) -> ClusterSpec:
     Raises UsageError.
     """
     for name, host in spec.hosts.items():
+        if name == LOGS:
+            raise refuse(
+                f"hosts.{name}",
+                f"logs of all hosts are collected under the name {LOGS}; name the host differently",
+            )
         _check_host(f"hosts.{name}", host)
     for name in spec.load:
         _check_name("load", name, spec.hosts)

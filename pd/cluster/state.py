@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from pd.cluster.spec import HostSettings
 
 _NAME_CHARACTERS = 32
+# The directory of a run here in which logs are collected, beside those of its hosts here.
+LOGS = "logs"
 
 
 class HostState(msgspec.Struct, frozen=True):
@@ -54,7 +56,7 @@ class ClusterState(msgspec.Struct, frozen=True):
     Attributes:
         deployment: what runs of one file have in common, see :func:`deployment_id`.
         run: distinguishes this run from others.
-        token: in the environment of all processes of the run.
+        token: what the tokens of all hosts begin with, see :meth:`token_on`.
         controller: the process that started it and stays; None if it was detached.
         log_directory: where its user wants the logs; None for the usual place.
     """
@@ -70,12 +72,19 @@ class ClusterState(msgspec.Struct, frozen=True):
         """Name of the run's directory on one host. Hosts may share a file system."""
         return f"{self.deployment}/{self.run}/{host}"
 
+    def token_on(self, host: str) -> str:
+        """The token that all processes of the run on one host have in their environment.
+
+        Hosts of the file may be one machine, where one of them must not end what another one runs.
+        """
+        return f"{self.token}-{host}"
+
     @property
     def logs(self) -> Path:
         """Directory on this machine in which logs and metrics of all hosts are collected."""
         if self.log_directory is not None:
             return Path(self.log_directory)
-        return state_directory() / self.deployment / self.run / "logs"
+        return state_directory() / self.deployment / self.run / LOGS
 
     def controller_handle(self) -> ProcessHandle | None:
         """The process that started the run, if it is still there."""

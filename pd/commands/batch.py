@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 import os
 import sys
 import time
@@ -75,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--timeout",
-        type=_seconds,
+        type=types.seconds,
         default=600.0,
         metavar="SECONDS",
         help="for one attempt at a request; it has failed then",
@@ -101,16 +100,6 @@ def _concurrency(text: str) -> int:
     if not 1 <= number <= MAX_CONCURRENCY:
         raise argparse.ArgumentTypeError(f"must be 1 to {MAX_CONCURRENCY}, not {text}")
     return number
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, not {text}")
-    return seconds
 
 
 def run(args: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import sys
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pd.commands import parser as types
 from pd.commands.processes import ENDING, handled, ignored, interrupted_by
 from pd.core.errors import SetupError, UsageError
 
@@ -55,14 +57,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--wait",
-        type=float,
+        type=types.seconds,
         default=WAIT_SECONDS,
         metavar="SECONDS",
         help="up, scale: how long everything may take to be ready",
     )
     parser.add_argument(
         "--grace",
-        type=float,
+        type=types.seconds,
         default=GRACE_SECONDS,
         metavar="SECONDS",
         help="how long each process may take to end before it is killed",
@@ -97,8 +99,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def report(line: str) -> None:
-    """Print a line for people."""
-    print(line, file=sys.stderr, flush=True)
+    """Print a line for people, if they are still there to read it.
+
+    A terminal or a pipe that is gone keeps nothing from being stopped.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        print(line, file=sys.stderr, flush=True)
 
 
 # ---- up
@@ -110,7 +116,12 @@ def _up(args: argparse.Namespace) -> int:
     with interrupted_by(*ENDING):
         running = start_deployment(load_spec(args.file), args.file, wait_seconds=args.wait)
         if args.detach:
-            _detach(running)
+            try:
+                _detach(running)
+            except BaseException:
+                # Its hosts may have been told to keep it, without a record of that.
+                stop_deployment(running, args.grace)
+                raise
             _print_urls(running)
             return 0
         try:

@@ -264,7 +264,8 @@ def read_metric(url: str, name: str, label: str = "") -> dict[str, float]:
 
 def _serve(url: str, children: Children) -> None:
     """Serve until Ctrl-C. Raises SetupError if a process ends by itself."""
-    key = f" -H 'Authorization: Bearer {os.environ[API_KEY_VARIABLE]}'" if _headers() else ""
+    # The shell puts the key in; a terminal's lines may be read by others.
+    key = f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"' if _headers() else ""
     say(f"\nserving at {url} until Ctrl-C; try\n")
     say(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\")
     say("""    -d '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}'\n""")

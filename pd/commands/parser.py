@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+# Waits of more than nine times as long raise OverflowError.
+_MAX_SECONDS = 1e9
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|K|M|G|T)(?:i?B)?", re.IGNORECASE)
 
 
@@ -85,6 +88,19 @@ def node_url(text: str) -> str:
 def path(text: str) -> Path:
     """A file or directory; ``~`` is the home directory, in a settings file too."""
     return Path(text).expanduser()
+
+
+def seconds(text: str) -> float:
+    """A time that ends, and for which the system can wait."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number <= _MAX_SECONDS:
+        raise argparse.ArgumentTypeError(
+            f"must be a number of seconds above 0, and no more than {_MAX_SECONDS:g}, not {text}"
+        )
+    return number
 
 
 def size(text: str) -> int:

@@ -54,10 +54,13 @@ def _read(path: Path) -> dict[object, object]:
         settings = yaml.safe_load(path.read_text()) or {}
     except OSError as error:
         raise UsageError(f"cannot read --config {path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        raise UsageError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"--config {path} is not a text file: {error}") from error
+    except RecursionError:
+        raise UsageError(f"--config {path} is nested too deeply") from None
+    # yaml lets errors of Python escape for values such as 2024-13-45 and !!int ''.
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError) as error:
+        raise UsageError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(settings, dict):
         raise UsageError(f"--config {path} must map flags to values, not {settings!r:.80}")
     return settings

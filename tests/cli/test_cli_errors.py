@@ -54,6 +54,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "nested.yaml").write_text("page-size: {value: 16}\n")
     (root / "flag.yaml").write_text("kv-digest: maybe\n")
     (root / "config.yaml").write_text("config: other.yaml\n")
+    (root / "date.yaml").write_text("model: 2024-13-45\n")
+    (root / "tag.yaml").write_text("model: !!int ''\n")
+    (root / "deep.yaml").write_text("[" * 3000)
     (root / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     return root
 
@@ -137,6 +140,9 @@ MISUSES = [
     ("prefill --config {root}/none.yaml", "none.yaml: No such file"),
     ("prefill --config {root}/bad.yaml", "is not YAML"),
     ("prefill --config {root}/binary.yaml", "binary.yaml"),
+    ("prefill --config {root}/date.yaml", "date.yaml is not YAML: month must be in 1..12"),
+    ("prefill --config {root}/tag.yaml", "tag.yaml is not YAML"),
+    ("prefill --config {root}/deep.yaml", "deep.yaml is nested too deeply"),
     ("prefill --config {root}/list.yaml", "must map flags to values"),
     ("prefill --config {root}/unknown.yaml", "'page-sise' (did you mean page-size?)"),
     ("prefill --config={root}/several.yaml", "page-size takes one value"),
@@ -156,6 +162,11 @@ MISUSES = [
     ("proxy --tokenizer {root}/nowhere", "nowhere"),
     ("proxy --tokenizer {root}/empty", "tokenizer.json"),
     ("proxy --prefill 127.0.0.1:1 --decode http://127.0.0.1:1", "more than once"),
+    ("cluster down x.yaml --grace inf", "--grace: must be a number of seconds above 0"),
+    ("cluster down x.yaml --grace 1e300", "no more than 1e+09, not 1e300"),
+    ("cluster down x.yaml --grace nan", "--grace: must be a number of seconds above 0"),
+    ("cluster up x.yaml --wait nan", "--wait: must be a number of seconds above 0"),
+    ("cluster up x.yaml --wait -1", "--wait: must be a number of seconds above 0"),
     ("demo --sevre", "--serve"),
 ]
 

@@ -20,6 +20,8 @@ import pytest
 from processes import LAUNCH, Process, Stream, deployment, free_port, wait_until
 
 from pd import cli
+from pd.commands.demo import _serve
+from pd.commands.processes import Children
 from pd.core.errors import SetupError
 from pd.core.starvation import read_run_delays, thread_run_delay
 from pd.embedded import EMBEDDED_MODEL
@@ -377,6 +379,20 @@ def test_the_demo_answers_shows_its_times_serves_and_leaves_nothing_behind(tmp_p
     assert running.returncode == 0, (tmp_path / "log").read_text()
     assert (tmp_path / "log").read_text() == ""
     assert all(refuses(url) for url in addresses)
+
+
+def test_the_demos_example_names_the_key_and_does_not_show_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupted(Children):
+        def check(self) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setenv("PD_API_KEY", "a-secret-of-this-test")
+    _serve("http://127.0.0.1:8000", Interrupted(Path()))
+    shown = capsys.readouterr().out
+    assert "a-secret-of-this-test" not in shown
+    assert '-H "Authorization: Bearer $PD_API_KEY"' in shown
 
 
 STAGES = ("queue", "prefill", "bootstrap", "transfer", "decode")

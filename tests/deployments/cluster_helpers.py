@@ -142,11 +142,12 @@ def pid_of(file: Path, name: str) -> int:
 
 
 def pids_with(token: str) -> list[int]:
-    """Processes of a run."""
+    """Processes of a run on all hosts, or on that of the token."""
     wanted, found = f"{TOKEN_VARIABLE}={token}".encode(), []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            if wanted in (entry / "environ").read_bytes().split(b"\0"):
+            variables = (entry / "environ").read_bytes().split(b"\0")
+            if any(v == wanted or v.startswith(wanted + b"-") for v in variables):
                 found.append(int(entry.name))
         except OSError:
             continue

@@ -25,4 +25,6 @@ def state_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     yield tmp_path / "state"
     Command.stop_all()
     for file in (tmp_path / "state").glob("pd/clusters/*/state.json"):
-        kill_all_with(msgspec.json.decode(file.read_bytes(), type=ClusterState).token)
+        state = msgspec.json.decode(file.read_bytes(), type=ClusterState)
+        for host in state.hosts:
+            kill_all_with(state.token_on(host))

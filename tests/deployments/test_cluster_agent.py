@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import errno
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,17 +17,27 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
-from cluster_helpers import foreign_process, pids_with, wait_gone
+from cluster_helpers import (
+    foreign_process,
+    pids_with,
+    spec_of,
+    unified_layout,
+    wait_gone,
+    write,
+)
 from lacking import skip_or_fail
 from processes import wait_until
 
 from pd.cluster import protocol
+from pd.cluster.agent import Agent
 from pd.cluster.deployment import Deployment, attach, connect, how_it_ended
 from pd.cluster.host import Host
 from pd.cluster.host_processes import ProcessHandle, identity_of, kill_all_with
 from pd.cluster.reach import Local, NetworkNamespace, Ssh
-from pd.cluster.run_directory import ProcessRecord, new_run_id
+from pd.cluster.run_directory import ProcessRecord, RunDirectory, new_run_id
 from pd.cluster.state import ClusterState, HostState, create_state, forget_state, load_state
+from pd.commands.cluster import _up as up
+from pd.commands.cluster import report, stop_deployment
 from pd.core.errors import SetupError
 
 if TYPE_CHECKING:
@@ -50,7 +63,8 @@ def connected(state: ClusterState) -> Host:
 def state() -> Iterator[ClusterState]:
     made = new_state()
     yield made
-    kill_all_with(made.token)
+    for name in ("here", "there"):
+        kill_all_with(made.token_on(name))
 
 
 @pytest.fixture
@@ -127,6 +141,26 @@ def test_what_a_killed_process_leaves_behind_is_killed(
     wait_gone(state.token)
 
 
+@pytest.mark.parametrize("end", ["close", "disconnect"])
+def test_a_host_leaves_alone_what_another_one_runs_on_the_same_machine(
+    end: str, state: ClusterState
+) -> None:
+    known = dict.fromkeys(("here", "there"), state.hosts["here"])
+    state = msgspec.structs.replace(state, hosts=known)
+    hosts, problems = connect(state, threading.Condition())
+    assert not problems
+    stays = start(hosts["here"], "one", *SLEEP).pid
+    start(hosts["there"], "one", "sh", "-c", "setsid sleep 600 & sleep 600")
+    wait_until(lambda: len(pids_with(state.token_on("there"))) == 3, WITHIN)
+    if end == "close":
+        hosts["there"].tell(protocol.Close(remove=True))
+    hosts["there"].disconnect()
+    wait_gone(state.token_on("there"))
+    assert pids_with(state.token) == [stays]
+    hosts["here"].disconnect()
+    wait_gone(state.token)
+
+
 def test_a_pid_that_now_belongs_to_another_process_is_left_alone(
     state: ClusterState, foreign: int
 ) -> None:
@@ -149,6 +183,27 @@ def test_a_pid_that_now_belongs_to_another_process_is_left_alone(
     assert process.state.ended
     running.hosts["here"].signal("one", signal.SIGKILL)
     assert running.stop()
+
+
+@pytest.mark.parametrize("left", [0, 40])
+def test_a_damaged_record_keeps_nothing_from_being_shown_and_stopped(
+    left: int, state: ClusterState, foreign: object
+) -> None:
+    create_state(state)
+    host = connected(state)
+    start(host, "one", *SLEEP)
+    start(host, "two", *SLEEP)
+    host.tell(protocol.Keep())
+    host.disconnect()
+    os.truncate(Path(host.run_directory, "one.process"), left)
+
+    running, problems = attach(state)
+    assert not problems
+    assert [process.name for process in running.processes] == ["two"]
+    assert len(pids_with(state.token)) == 2
+    assert running.stop()
+    wait_gone(state.token)
+    assert load_state(state.deployment) is None
 
 
 def test_a_deployment_that_says_nothing_any_more_is_given_up(state_home: Path) -> None:
@@ -237,6 +292,43 @@ def test_a_full_disk_leaves_no_record_that_keeps_a_deployment_from_starting(
     forget_state(state)
 
 
+def test_a_full_disk_leaves_no_process_that_nobody_would_find_again(
+    state: ClusterState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = RunDirectory.write
+
+    def full(run: RunDirectory, name: str, content: bytes) -> None:
+        if name.endswith(".process"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(run, name, content)
+
+    with agent_here(state) as agent:
+        with monkeypatch.context() as patch:
+            patch.setattr(RunDirectory, "write", full)
+            with pytest.raises(OSError, match="No space left on device"):
+                agent._start(protocol.StartProcess("one", SLEEP, {}))
+        assert not pids_with(state.token)
+        # Neither does it keep another one from having the name.
+        started = agent._start(protocol.StartProcess("one", SLEEP, {}))
+        assert pids_with(state.token) == [started.pid]
+
+
+@contextlib.contextmanager
+def agent_here(state: ClusterState) -> Iterator[Agent]:
+    """The agent of the state's host in this process, with nobody at the other end. What it has
+    started is stopped at the end."""
+    source, sink = os.pipe()
+    agent = Agent(source, sink)
+    agent._open(protocol.OpenRun(state.run_on("here"), state.token_on("here")))
+    try:
+        yield agent
+    finally:
+        agent._stop_all()
+        agent._selector.close()
+        os.close(source)
+        os.close(sink)
+
+
 def test_a_place_where_no_run_can_be_recorded_is_named(
     state: ClusterState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,6 +354,53 @@ def test_a_deployment_whose_logs_cannot_be_written_is_stopped_all_the_same(host:
     assert running.stop()
     assert host.processes["one"].ended
     assert any("cannot write /proc/nowhere/here-one.log" in line for line in said), said
+
+
+def test_a_deployment_is_stopped_though_nobody_can_be_told(
+    state: ClusterState, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in ``pd-launch cluster up FILE 2>&1 | tee log`` after Ctrl-C, which ends ``tee``, too."""
+    create_state(state)
+    start(host, "one", *SLEEP)
+    reader, writer = os.pipe()
+    os.close(reader)
+    broken = open(writer, "w")  # noqa: SIM115 (its end raises, too)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", broken)
+        report("nobody reads this")
+        stop_deployment(Deployment(state, host._changed, {"here": host}, report), 5.0)
+        with pytest.raises(BrokenPipeError):
+            broken.close()
+        report("nor this")
+    assert host.processes["one"].ended
+    assert load_state(state.deployment) is None
+
+
+def test_a_command_that_cannot_be_one_is_refused_and_the_host_stays(host: Host) -> None:
+    with pytest.raises(SetupError, match="one cannot be started: embedded null byte"):
+        start(host, "one", "sleep", "6\0")
+    assert start(host, "one", *SLEEP).pid
+    assert not host.lost
+
+
+def test_a_deployment_that_cannot_be_detached_is_stopped(
+    state: ClusterState,
+    host: Host,
+    state_home: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    create_state(state)
+    start(host, "one", *SLEEP)
+    running = Deployment(state, host._changed, {"here": host}, print)
+    monkeypatch.setattr("pd.commands.cluster.start_deployment", lambda *_, **__: running)
+    # In the place of the record that it is detached.
+    (state_home / "pd/clusters/test/state.part").mkdir()
+    file = write(tmp_path / "one.yaml", spec_of({"here": {"local": True}}, **unified_layout()))
+    with pytest.raises(SetupError, match=r"cannot write .*/state\.json: Is a directory"):
+        up(argparse.Namespace(file=file, wait=1.0, grace=5.0, detach=True))
+    wait_gone(state.token)
+    assert load_state(state.deployment) is None
 
 
 # ---- files and secrets
@@ -301,6 +440,17 @@ def test_environments_are_in_no_command_line_and_no_file(host: Host) -> None:
         assert "a-secret-of-this-test" not in command_line(process)
     for path in Path(host.run_directory).rglob("*"):
         assert b"a-secret-of-this-test" not in path.read_bytes()
+
+
+@pytest.mark.parametrize("key", ["secret\nof-this-test", "secret\u20acof-this-test"])
+def test_a_key_that_is_no_header_is_refused_and_not_shown(host: Host, key: str) -> None:
+    """A server that is there is not asked."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/workers"
+        with pytest.raises(SetupError, match=r"cannot ask .*/workers: a header") as refused:
+            host.fetch(url, 1.0, {"Authorization": f"Bearer {key}"})
+    assert "of-this-test" not in refused.value.message
+    assert not any("of-this-test" in line for line in host._errors)
 
 
 # ---- ways to a host

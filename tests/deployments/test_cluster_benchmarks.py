@@ -9,6 +9,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,11 +18,20 @@ from cluster_helpers import Benchmark, pids_with, spec_of, state_of, unified_lay
 from processes import wait_until
 
 from pd import cli
-from pd.bench.deployments import DeploymentFile, ServedLayout, _layouts, groups_of
+from pd.bench.deployments import (
+    DeploymentFile,
+    ServedLayout,
+    _fetch_from,
+    _layouts,
+    groups_of,
+)
 from pd.bench.load.client import LoadClient
 from pd.bench.load.command import INTERRUPTED
 from pd.bench.load.records import read_records
+from pd.cluster import protocol
 from pd.cluster.enter import Surroundings
+from pd.cluster.host import Host
+from pd.cluster.reach import Local
 from pd.cluster.spec_file import load_spec
 from pd.core.errors import SetupError
 
@@ -164,6 +174,24 @@ def test_an_environment_reaches_a_load_process_by_its_standard_input(tmp_path: P
     command = [sys.executable, "-m", "pd.cluster.enter", sys.executable, "-c", program]
     done = subprocess.run(command, input=line + b"the rest", capture_output=True, check=True)
     assert done.stdout.decode().strip() == f"{tmp_path} of this test the rest"
+
+
+@pytest.mark.parametrize("body", [None, b"{}"])
+def test_the_harness_asks_from_a_host_with_the_authorities_that_this_trusts(
+    body: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = Host("here", Local(), "python3", "127.0.0.1", threading.Condition())
+    asked: list[object] = []
+
+    def call(request: object, *_: object) -> protocol.Fetched:
+        asked.append(request)
+        return protocol.Fetched(200, b"answer")
+
+    monkeypatch.setattr(host, "call", call)
+    fetch = _fetch_from(host, "/etc/ca.pem")
+    assert fetch("https://h/x", headers={"A": "b"}, body=body, timeout=3.0) == (200, "answer")
+    expected = protocol.FetchUrl("https://h/x", 3.0, {"A": "b"}, body, authorities="/etc/ca.pem")
+    assert asked == [expected]
 
 
 # ---- real nodes

@@ -13,7 +13,18 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 import yaml
-from cluster_helpers import TOKENS, Command, pid_of, run, spec_of, state_of, wait_gone, write
+from cluster_helpers import (
+    TOKENS,
+    Command,
+    pid_of,
+    pids_with,
+    run,
+    spec_of,
+    state_of,
+    unified_layout,
+    wait_gone,
+    write,
+)
 from processes import Stream, wait_until
 from tiny import tiny_model
 
@@ -145,6 +156,35 @@ def test_a_node_that_does_not_start_changes_nothing(file: Path) -> None:
     # It stops everything a while after a node that it needs has ended.
     time.sleep(4.0)
     assert up.process.poll() is None
+    assert run("down", file)[0] == 0
+
+
+@pytest.mark.full
+def test_a_node_that_does_not_start_on_another_name_of_the_machine_ends_nothing(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "cluster.key").write_text("k" * 64)
+    hosts = {"a": {"local": True}}
+    settings = {"cluster_key_file": "cluster.key", **unified_layout("a")}
+    file = write(tmp_path / "two.yaml", spec_of(hosts, **settings))
+    up = Command("up", file, "--detach")
+    (url,) = up.urls().values()
+    assert up.end()[0] == 0
+    state = state_of(file)
+    assert state is not None
+    before = pids_with(state.token)
+    assert len(before) == 2
+
+    hosts = {name: {"local": True, "address": f"192.0.2.{n}"} for n, name in enumerate("ab", 1)}
+    broken = {"role": "unified", "host": "b", "devices": ["cpu"], "flags": {"page-size": 3}}
+    settings["nodes"] = [*settings["nodes"], broken]
+    write(file, spec_of(hosts, **settings))
+    status, _, log = run("scale", file, "unified=2")
+    assert (status, "main-unified-1 on host b" in log) == (1, True), log
+    assert "--page-size must be one of" in log
+    assert pids_with(state.token) == before
+    assert Stream(url, TOKENS, 5).join().succeeded()
+    assert state_of(file) == state
     assert run("down", file)[0] == 0
 
 

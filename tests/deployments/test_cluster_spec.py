@@ -173,6 +173,10 @@ REFUSED = {
         ("hosts", {"../x": {"local": True}}),
         "hosts.../x: '../x' is not a name of up to 32 letters, digits, - and _",
     ),
+    "the place of logs": (
+        ("hosts.logs", {"local": True}),
+        "hosts.logs: logs of all hosts are collected under the name logs; name the host diff",
+    ),
     "the short form beside layouts": (
         ("nodes", [{"role": "unified", "host": "first"}]),
         "nodes does not go with layouts: write it below one of the layouts",
@@ -285,9 +289,10 @@ def test_elastic_nodes_of_one_role_serve(tmp_path: Path) -> None:
     [
         ("layouts:\n  a: 1\n  b: 2\n  a: 3", "line 4: the key a is there already"),
         ("model: x\nmodel: y", "line 2: the key model is there already"),
+        ('hosts: {}\nmodel: "a\\0b"', r"line 2: no text can have the character \0"),
     ],
 )
-def test_a_key_that_is_there_twice_drops_nothing(
+def test_what_no_deployment_can_have_is_refused_with_its_line(
     lines: str, complaint: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "twice.yaml"
@@ -351,9 +356,16 @@ def test_a_key_that_is_not_set_here_is_not_left_out(
     check_environment(load(tmp_path, changed(passed)))
 
 
-@pytest.mark.parametrize("content", [b"", b"- a", b"a: [", b"\xff\xfe", b"1: 2", b"a" * (1 << 21)])
+NO_FILES = [
+    *(b"", b"- a", b"a: [", b"\xff\xfe", b"1: 2", b"a" * (1 << 21), b"[" * 3000),
+    *(b"model: 2024-13-45", b"model: 0x_", b"model: !!int ''", b"model: !!bool x"),
+    *(b"model: !!timestamp x", b"model: " + b"9" * 5000),
+]
+
+
+@pytest.mark.parametrize("content", NO_FILES, ids=lambda content: repr(content[:24]))
 def test_a_file_that_is_none_is_refused(content: bytes, tmp_path: Path) -> None:
-    assert len(content) < 100 or len(content) > MAX_FILE_BYTES
+    assert len(content) < 10000 or len(content) > MAX_FILE_BYTES
     file = tmp_path / "x.yaml"
     file.write_bytes(content)
     with pytest.raises(UsageError, match=r"x\.yaml"):
