@@ -64,10 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--grace",
-        type=types.seconds,
+        type=types.seconds_or_none,
         default=GRACE_SECONDS,
         metavar="SECONDS",
-        help="how long each process may take to end before it is killed",
+        help="how long each process may take to end before it is killed; 0: at once",
     )
     parser.add_argument(
         "--detach", action="store_true", help="up: return when everything serves, and leave it"

@@ -92,13 +92,21 @@ def path(text: str) -> Path:
 
 def seconds(text: str) -> float:
     """A time that ends, and for which the system can wait."""
+    number = seconds_or_none(text)
+    if not number:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, not {text}")
+    return number
+
+
+def seconds_or_none(text: str) -> float:
+    """Such a time, or no time at all."""
     try:
         number = float(text)
     except ValueError:
         number = math.nan
-    if not 0 < number <= _MAX_SECONDS:
+    if not 0 <= number <= _MAX_SECONDS:
         raise argparse.ArgumentTypeError(
-            f"must be a number of seconds above 0, and no more than {_MAX_SECONDS:g}, not {text}"
+            f"must be a number of seconds from 0 to {_MAX_SECONDS:g}, not {text}"
         )
     return number
 

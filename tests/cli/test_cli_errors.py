@@ -162,11 +162,11 @@ MISUSES = [
     ("proxy --tokenizer {root}/nowhere", "nowhere"),
     ("proxy --tokenizer {root}/empty", "tokenizer.json"),
     ("proxy --prefill 127.0.0.1:1 --decode http://127.0.0.1:1", "more than once"),
-    ("cluster down x.yaml --grace inf", "--grace: must be a number of seconds above 0"),
-    ("cluster down x.yaml --grace 1e300", "no more than 1e+09, not 1e300"),
-    ("cluster down x.yaml --grace nan", "--grace: must be a number of seconds above 0"),
-    ("cluster up x.yaml --wait nan", "--wait: must be a number of seconds above 0"),
-    ("cluster up x.yaml --wait -1", "--wait: must be a number of seconds above 0"),
+    ("cluster down x.yaml --grace inf", "--grace: must be a number of seconds from 0"),
+    ("cluster down x.yaml --grace 1e300", "from 0 to 1e+09, not 1e300"),
+    ("cluster down x.yaml --grace nan", "--grace: must be a number of seconds from 0"),
+    ("cluster up x.yaml --wait nan", "--wait: must be a number of seconds from 0"),
+    ("cluster up x.yaml --wait 0", "--wait: must be a number of seconds above 0"),
     ("demo --sevre", "--serve"),
 ]
 
