@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--grace",
-        type=types.seconds_or_none,
+        type=types.seconds_or_zero,
         default=GRACE_SECONDS,
         metavar="SECONDS",
         help="how long each process may take to end before it is killed; 0: at once",

@@ -92,13 +92,13 @@ def path(text: str) -> Path:
 
 def seconds(text: str) -> float:
     """A time that ends, and for which the system can wait."""
-    number = seconds_or_none(text)
+    number = seconds_or_zero(text)
     if not number:
         raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, not {text}")
     return number
 
 
-def seconds_or_none(text: str) -> float:
+def seconds_or_zero(text: str) -> float:
     """Such a time, or no time at all."""
     try:
         number = float(text)

@@ -248,8 +248,8 @@ class ControlThread(threading.Thread):
             return None
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
-        # First of all: a connection must be known before what came by it.
-        self._half_open.look()
+        if socket is self._router:
+            self._half_open.look()  # a connection must be known before what came by it
         for _ in range(_MESSAGES_PER_TURN):
             try:
                 if socket is self._router and self._half_open.waits:

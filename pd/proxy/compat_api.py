@@ -119,7 +119,7 @@ class CompatAPI:
         return json_response(ServerLoad(server_load=sum(requests for _, requests, _ in load)))
 
     async def _read_load(self) -> list[list[int]]:
-        """Of each process of the proxy: its id, requests under way and tokens generated so far."""
+        """Ask each process of the proxy for its id, requests under way and tokens so far."""
         return cast("list[list[int]]", await self._everywhere(ReadLoad()))
 
     async def health_generate(self, request: Request) -> Response:

@@ -130,7 +130,7 @@ def test_a_prefill_node_that_fails_what_the_decode_node_has_costs_nothing(
 def test_requests_that_wait_for_a_node_expire_though_the_first_that_did_set_nodes_free(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of such nodes, those that wait are told in the midst of it."""
+    """Requests that wait are told of such nodes while the first one is still being given up."""
     node = cluster.node("unified", auto=False)
     proxy = cluster.proxy(failover="on", text=False, failover_wait=1.0)
     client = cluster.client(proxy)
