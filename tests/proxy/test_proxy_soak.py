@@ -115,7 +115,8 @@ class Client:
 
     async def leave(self) -> None:
         """A client that goes away in the middle of a stream, or before."""
-        reader, writer = await self.send("/v1/completions", prompt=[7] * 40, max_tokens=2000)
+        fields = {"prompt": [7] * 40, "max_tokens": 2000, "stream": True}
+        reader, writer = await self.send("/v1/completions", **fields)
         if self._rng.random() < 0.5:
             await reader.read(1)
         await asyncio.sleep(self._rng.random() * 0.3)
