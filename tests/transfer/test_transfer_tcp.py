@@ -111,6 +111,35 @@ def transfer_works(p: TcpManager, d: TcpManager, target, epoch: int = 99) -> Non
     hand_off(sender, receiver)
 
 
+@pytest.mark.parametrize("threads", [0, 1])
+def test_data_connections_for_which_no_thread_can_start_are_opened_later(
+    d, target, monkeypatch, threads
+) -> None:
+    start, left = threading.Thread.start, [threads]
+
+    def few_threads(self: threading.Thread) -> None:
+        if not left[0]:
+            raise RuntimeError("can't start new thread")
+        left[0] -= 1
+        start(self)
+
+    manager = TcpManager(make_pool(64, 4, layers=LAYERS), "P", connections=2)
+    with contextlib.closing(manager):
+        pages = np.array([12, 13], dtype=np.int32)
+        receiver = d.receiver("P", b"poor" * 4, 1, pages, (0,), TOKENS)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", few_threads)
+            introduce(manager, "P", d, "D", target)
+            if threads:
+                transfer_works(manager, d, target, epoch=98)
+            else:
+                with pytest.raises(TransferError, match="D could be opened: can't start new"):
+                    manager.sender("D", reservation(receiver, b"poor" * 4, 1, 0), PAGES, TOKENS)
+        transfer_works(manager, d, target)
+        assert len(manager._links["D"]._lanes) == 2
+        receiver.abort()
+
+
 # ---- malformed input
 
 

@@ -108,12 +108,20 @@ class TcpLink:
         self._lanes: list[TcpLane] = []
 
     def start(self) -> None:
-        """Open the connections, if they are not open. A node that only receives needs none."""
+        """Open the connections, if they are not open. A node that only receives needs none.
+
+        Those for which the system has no thread are opened by a later call. Raises TransferError if
+        it has none at all.
+        """
         with self.changed:
-            if not self._lanes and not self.closed:
-                self._lanes = [
-                    TcpLane(self, number, self._memory) for number in range(self._num_lanes)
-                ]
+            while not self.closed and len(self._lanes) < self._num_lanes:
+                try:
+                    self._lanes.append(TcpLane(self, len(self._lanes), self._memory))
+                except RuntimeError as error:
+                    if self._lanes:
+                        return
+                    what = f"no data connection to {self.peer} could be opened"
+                    raise TransferError(f"{what}: {error}") from error
 
     def open(self, sender: TcpSender) -> None:
         self.start()

@@ -24,6 +24,7 @@ Guarantees, and what they rest on:
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from typing import TYPE_CHECKING
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from pd.core.messages import Reservation
     from pd.core.node_info import NodeInfo
     from pd.transfer.base import IntArray, KVBuffer
+
+logger = logging.getLogger(__name__)
 
 # A second connection fills the gaps that the first leaves between frames, where there are cores for
 # its threads; more change nothing (`pd-bench transfer --backend tcp --connections N`).
@@ -111,7 +114,10 @@ class TcpManager(TransferManager):
         if old is not None:
             self._end(old, f"{peer.instance_id} has a new address")
         if peer.role != "prefill":
-            link.start()
+            try:
+                link.start()
+            except TransferError as error:
+                logger.warning("%s; the next room tries again", error)
 
     def disconnect(self, instance_id: str) -> None:
         with self._lock:
