@@ -25,8 +25,9 @@ logger = logging.getLogger(__name__)
 # The next demand tries again. The time counts from the beginning, since the state of a peer is
 # unknown after a handshake that timed out.
 FAILURE_SECONDS = 0.5
-# Threads for handshakes that requests need, and as many for those that none needs yet.
-_WORKERS = 4
+# Threads for handshakes that requests need, and as many for those that none needs yet: each starts
+# when all others are taken. So many dead peers at once keep no other one waiting.
+_WORKERS = 16
 _MAX_FAILURES = 1024
 
 _Key = tuple[str, str]

@@ -175,15 +175,17 @@ def test_a_demand_for_which_no_thread_can_start_is_answered_and_the_next_one_sha
     assert p.connected == ["D"]
 
 
-def test_one_dead_node_does_not_keep_others_waiting(p, directory) -> None:
+@pytest.mark.parametrize("dead", [1, 12])
+def test_dead_nodes_do_not_keep_others_waiting(p, directory, dead) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         lost, answers = Answers(), Answers()
-        directory.request(url, "X", lost)
+        for number in range(dead):
+            directory.request(url, f"X{number}", lost)
         directory.request(p.url, "P", answers)
         assert answers.wait() == [p.registry.own]
         assert lost.results == []
-    assert isinstance(lost.wait()[0], UnavailableError)
+    assert all(isinstance(each, UnavailableError) for each in lost.wait(dead))
 
 
 def test_forget_makes_the_next_demand_shake_hands_again(p, directory) -> None:

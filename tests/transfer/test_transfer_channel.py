@@ -330,6 +330,22 @@ def test_dialling_goes_on_until_somebody_listens(make) -> None:
     relay.close()
 
 
+def test_a_dial_for_which_no_thread_can_start_begins_later(make, monkeypatch) -> None:
+    p, d = make("P"), make("D")
+    refused: list[threading.Thread] = []
+
+    def no_thread(self: threading.Thread) -> None:
+        refused.append(self)
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        p.dial(d, "D")
+        wait_until(lambda: len(refused) > 1, "another try")
+    wait_until(lambda: p.channel is not None, "the channel")
+    assert p.errors == []
+
+
 def test_a_cancelled_dial_stops(make) -> None:
     p, d = make("P"), make("D")
     with socket.create_server(("127.0.0.1", 0)) as taken:

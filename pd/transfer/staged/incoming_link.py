@@ -207,7 +207,11 @@ class IncomingLink:
         self._incoming.make_room()
         self._setting_up = True
         name = STUCK_PREFIX + "set-up of a link"
-        threading.Thread(target=self._set_up, args=(message,), name=name, daemon=True).start()
+        try:
+            threading.Thread(target=self._set_up, args=(message,), name=name, daemon=True).start()
+        except RuntimeError:  # the system has no room for one: P opens another link
+            self._setting_up = False
+            raise
 
     def _set_up(self, wishes: Open) -> None:
         """Make the buffers, on a thread of its own: the library may take long."""

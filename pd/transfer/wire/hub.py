@@ -50,7 +50,11 @@ class Dial:
         )
         self._cancelled = threading.Event()
         self._delay = delay
-        threading.Thread(target=self._run, name=f"pd-dial-{hub.service}", daemon=True).start()
+
+    def start(self) -> None:
+        """Begin, on a thread of its own. Raises RuntimeError if the system has none at present."""
+        name = f"pd-dial-{self._hub.service}"
+        threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def cancel(self) -> None:
         """Try no more. A channel that is just being opened may still be announced."""
@@ -113,6 +117,8 @@ class ChannelHub:
         self._accept_channel = accept
         self._channels: set[Channel] = set()
         self._calls: deque[Callable[[], None]] = deque()
+        # Dials that no thread could be started for, which this one tries again.
+        self._not_begun: list[Dial] = []
         self._closing = False
         self._seldom = Seldom(logger)
         self._selector = selectors.DefaultSelector()
@@ -145,7 +151,18 @@ class ChannelHub:
     ) -> Dial:
         """Open a channel to D in the background, trying again with growing pauses; the first try
         comes after ``delay`` seconds."""
-        return Dial(self, peer, address, events, delay)
+        dial = Dial(self, peer, address, events, delay)
+        if not self._begins(dial):
+            self.call(lambda: self._not_begun.append(dial))
+        return dial
+
+    def _begins(self, dial: Dial) -> bool:
+        try:
+            dial.start()
+        except RuntimeError as error:
+            self._seldom.warn(f"cannot dial a {self.service} peer yet: {error}")
+            return False
+        return True
 
     def call(self, what: Callable[[], None]) -> None:
         """Have the hub's thread call a function that does not block."""
@@ -193,7 +210,7 @@ class ChannelHub:
 
     def _run(self) -> None:
         while not self._closing:
-            timeout = 1.0 if self._acceptor.pending else None
+            timeout = 1.0 if self._acceptor.pending or self._not_begun else None
             for key, mask in self._selector.select(timeout):
                 if callable(key.data):
                     key.data()
@@ -202,6 +219,7 @@ class ChannelHub:
             while self._calls:
                 self._calls.popleft()()
             self._acceptor.sweep()
+            self._not_begun = [dial for dial in self._not_begun if not self._begins(dial)]
         while self._calls:
             self._calls.popleft()()
         for channel in list(self._channels):
