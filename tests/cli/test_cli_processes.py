@@ -351,6 +351,8 @@ def refuses(url: str) -> bool:
         httpx.get(url)
     except httpx.ConnectError:
         return True
+    except httpx.TransportError:  # it ended with the connection in its queue
+        return False
     return False
 
 

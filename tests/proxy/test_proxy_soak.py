@@ -30,7 +30,7 @@ SECONDS = float(os.environ.get("PD_TEST_SOAK_SECONDS", "600"))
 CONNECTIONS = 200
 # Those of them that read nothing, and for how long: twice as long as it takes to be cut.
 DEAF_CONNECTIONS, DEAF_SECONDS = 8, 140.0
-STEP_SECONDS = 0.1
+STEP_SECONDS = 0.05
 # A client's own patience: far more than any of its requests takes.
 PATIENCE = 120.0
 # What the allocator and caches of the process may still gain after a third of the time.
