@@ -376,6 +376,34 @@ def test_a_link_that_cannot_be_opened_is_tried_again_for_its_rooms(pair, side) -
     assert torch.equal(arrived, nodes.source.tokens(nodes.pages, 0, TOKENS))
 
 
+@pytest.mark.parametrize("side", ["D", "P"])
+def test_a_link_for_whose_set_up_no_thread_can_start_makes_way_for_another(
+    pair, monkeypatch, side
+) -> None:
+    """D, which sets up first, has its rooms sent over the next link; P fails those that it has."""
+    start, begun, refused = threading.Thread.start, [], 0 if side == "D" else 1
+
+    def few_threads(self: threading.Thread) -> None:
+        if self.name.endswith("set-up of a link"):
+            begun.append(self)
+            if len(begun) == refused + 1:
+                raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", few_threads)
+    nodes = pair()
+    nodes.introduce()
+    if side == "P":
+        sender, receiver, _ = nodes.room()
+        sender.send(0, TOKENS, 0, 3)
+        assert settled(sender) is TransferState.FAILED
+        assert "can't start new thread" in str(sender.error)
+        receiver.abort()
+    nodes.transfer()
+    assert len(begun) == refused + 3
+    wait_until(lambda: nodes.d.quarantined_buffers == 0, "the buffers of the first link")
+
+
 def test_a_library_that_cannot_make_buffers_for_long_is_reported(pair, monkeypatch) -> None:
     monkeypatch.setattr(outgoing_peer, "OPENING_SECONDS", 0.3)
     nodes = pair()

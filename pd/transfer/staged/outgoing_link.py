@@ -144,9 +144,9 @@ class OutgoingLink:
         if self.state is not OutgoingState.OPENING or self._setting_up:
             self._reject("buffers that were not asked for")
             return
-        self._setting_up = True
         self.to.progressed()
         self._spawn("set-up", lambda: self._set_up(ready))
+        self._setting_up = True  # only now: nothing waits for a thread that could not start
 
     def _on_path(self, buffers: torch.Tensor, path: Path) -> None:
         self._setting_up = False

@@ -219,7 +219,8 @@ class ChannelHub:
             while self._calls:
                 self._calls.popleft()()
             self._acceptor.sweep()
-            self._not_begun = [dial for dial in self._not_begun if not self._begins(dial)]
+            if self._not_begun:
+                self._not_begun = [dial for dial in self._not_begun if not self._begins(dial)]
         while self._calls:
             self._calls.popleft()()
         for channel in list(self._channels):
