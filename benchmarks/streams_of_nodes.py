@@ -68,23 +68,23 @@ def main() -> int:
         file.write_text(yaml.safe_dump(deployment(args)))
         with up(load_spec(file), file, report=print) as running:
             rounds: list[list[Row]] = []
-            # In the first round, kernels are compiled.
             for number in range(args.rounds + 1):
                 print("warm-up" if number == 0 else f"round {number} of {args.rounds}", flush=True)
-                layouts = running.layouts
-                rounds.append(
-                    [
-                        measure(name, layouts[name], count * args.streams, args.tokens, clients)
-                        for name, count in (("one", 1), ("two", 2))
-                    ]
-                )
+                measured: list[Row] = []
+                for name, count in (("one", 1), ("two", 2)):
+                    layout, streams = running.layouts[name], count * args.streams
+                    answers, reads = run(name, layout, streams, args.tokens, clients)
+                    # In the first round, kernels are compiled while nodes that have theirs go on.
+                    if number:
+                        measured.append(summary(name, answers, reads))
+                rounds.append(measured)
                 running.check()
     rows = [median_row(rows) for rows in zip(*rounds[1:], strict=True)]
     for row in rows:
         print(row)
     command = shlex.join(["python", "benchmarks/streams_of_nodes.py", *sys.argv[1:]])
-    measured = ["pd", "benchmarks/streams_of_nodes.py"]
-    write_report(args.output, command, rows, measured=measured, note=args.note)
+    paths = ["pd", "benchmarks/streams_of_nodes.py"]
+    write_report(args.output, command, rows, measured=paths, note=args.note)
     return 0
 
 
@@ -115,8 +115,10 @@ def deployment(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def measure(name: str, layout: Layout, streams: int, tokens: int, clients: list[Running]) -> Row:
-    """One row: as many streams at a time, from when all have begun until the first ends."""
+def run(
+    name: str, layout: Layout, streams: int, tokens: int, clients: list[Running]
+) -> tuple[list[BenchCompletion], Reads]:
+    """As many streams at a time, to their ends, and what was read since all had begun."""
     assert layout.proxy is not None
     names = [f"stream-{time.monotonic_ns()}-{number}" for number in range(streams)]
     parts = [names[number::_CLIENTS] for number in range(_CLIENTS)]
@@ -131,6 +133,11 @@ def measure(name: str, layout: Layout, streams: int, tokens: int, clients: list[
     for answer in answers:
         if answer.error is not None:
             raise SystemExit(f"a stream of {name} failed: {answer.error}")
+    return answers, reads
+
+
+def summary(name: str, answers: list[BenchCompletion], reads: Reads) -> Row:
+    """One row: from when all streams have begun until the first ends."""
     first, last = reads.until(min(answer.times[-1] for answer in answers))
     seconds = last.at - first.at
     steps = [then - now for now, then in zip(first.steps, last.steps, strict=True)]
@@ -138,13 +145,13 @@ def measure(name: str, layout: Layout, streams: int, tokens: int, clients: list[
     itl = mean(token_seconds(answer, first.at, last.at) for answer in answers)
     return {
         "layout": name,
-        "streams": streams,
+        "streams": len(answers),
         "seconds": seconds,
         "step_ms": 1e3 * step,
         "itl_mean_ms": 1e3 * itl,
         "itl_by_step": itl / step,
         "proxy_cores": (last.cpu - first.cpu) / seconds,
-        "tokens_per_s": streams / itl,
+        "tokens_per_s": len(answers) / itl,
     }
 
 

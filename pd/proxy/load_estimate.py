@@ -46,11 +46,14 @@ class LoadEstimate:
         reported: the last report; None before the first, and of a node that is not elastic.
         promised: seconds of prefill that will be sent there as soon as other nodes give the prompts
             back.
+        answers_since: when the first report came, on the monotonic clock, since which each tells of
+            answers; None if the last tells of none.
     """
 
     def __init__(self) -> None:
         self.reported: NodeLoad | None = None
         self.promised = 0.0
+        self.answers_since: float | None = None
         self._reported_at = 0.0
         # Prompts that the report does not know of.
         self._prompts: list[_SentPrompt] = []
@@ -76,6 +79,10 @@ class LoadEstimate:
     def heard(self, load: NodeLoad | None, answers: int) -> None:
         """Take the report that answers a heartbeat."""
         self.reported, self._reported_at = load, time.monotonic()
+        if load is None or not load.streams:
+            self.answers_since = None
+        elif self.answers_since is None:
+            self.answers_since = self._reported_at
         self._prompts = [prompt for prompt in self._prompts if prompt.beat >= answers]
         self._known = self._marks.get(answers, self._known)
         self._marks = {number: sent for number, sent in self._marks.items() if number > answers}

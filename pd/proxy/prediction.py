@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from pd.core.node_load import MAX_SECONDS
@@ -32,8 +34,9 @@ _EQUAL_MISSES = 0.5
 # Full steps that a node may have begun: one that is computed, and one that is launched behind it.
 _STEPS_UNDER_WAY = 2
 # Where prompts take a smaller part of the nodes' time, answers are generated where steps are
-# shortest.
-_FEW_PROMPTS = 0.1
+# shortest; but only once a node had answers for so many seconds, over which that part is averaged
+# (``PromptShare``): before, it tells little.
+_FEW_PROMPTS, _FEW_SECONDS = 0.1, 10.0
 # A node is passed over for another that has fewer answers, by this many at least.
 _MORE_STREAMS = 4
 # A request that waits is moved if that brings its first token forward by _GAIN_SECONDS, or by
@@ -361,8 +364,11 @@ def _by_preference(choice: Predicted) -> tuple[bool, bool, float]:
 def _prompts_are_few(nodes: Sequence[NodeHandle]) -> bool:
     """Whether prompts take little of the nodes' time, so that answers need not keep away from nodes
     that compute them."""
-    reports = {id(node): node.load.reported for node in nodes}.values()
-    shares = [report.prompt_share for report in reports if report is not None]
+    loads = {id(node): node.load for node in nodes}.values()
+    began = [load.answers_since for load in loads if load.answers_since is not None]
+    if time.monotonic() - min(began, default=math.inf) < _FEW_SECONDS:
+        return False
+    shares = [load.reported.prompt_share for load in loads if load.reported is not None]
     return sum(shares) < _FEW_PROMPTS * len(shares)
 
 

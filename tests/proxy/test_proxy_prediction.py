@@ -12,7 +12,7 @@ from elastic_nodes import COST, ITL, handle, report
 
 from pd.core.node_load import NodeLoad
 from pd.core.step_cost import LEAST_SLICE, StepShape
-from pd.proxy import load_estimate
+from pd.proxy import load_estimate, prediction
 from pd.proxy.policies import CacheAware, Prompt
 from pd.proxy.prediction import Demand, Predictor
 from pd.proxy.routing import Router
@@ -62,8 +62,11 @@ def test_many_answers_are_slowed_only_for_a_much_earlier_first_token() -> None:
     assert way([p, d], ttft=60.0) == ("d", "d")
 
 
-def test_where_prompts_are_few_answers_go_where_steps_are_shortest() -> None:
+def test_where_prompts_are_few_answers_go_where_steps_are_shortest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """They keep away from a node that computes prompts only as long as there are many of these."""
+    monkeypatch.setattr(prediction, "_FEW_SECONDS", 0.0)
     p, d = handle("prefill", "p"), handle("decode", "d")
     for share, expected in ((0.05, ("p", "p")), (0.15, ("p", "d"))):
         report(p, prompt_share=2 * share)
@@ -78,6 +81,25 @@ def test_where_prompts_are_few_answers_go_where_steps_are_shortest() -> None:
         slower = msgspec.structs.replace(COST, base=1.2 * COST.base)
         report(d, prompt_share=0.0, streams=10, cost=slower)
         assert way([p, d]) == ("p", "d"), "it has no more answers than the other"
+
+
+def test_how_many_prompts_there_are_is_known_only_after_ten_seconds_of_answers(
+    clock: SimpleNamespace,
+) -> None:
+    """Till then requests are split: the first burst tells little of the load that it begins."""
+    p, d = handle("prefill", "p", prompt_share=0.0), handle("decode", "d", prompt_share=0.0)
+
+    def pass_time(seconds: float, streams: int) -> tuple[str, str]:
+        clock.now += seconds
+        report(d, prompt_share=0.0, streams=streams)
+        return way([p, d])
+
+    assert pass_time(100.0, 20) == ("p", "d"), "the first report of answers"
+    assert pass_time(9.0, 20) == ("p", "d")
+    assert pass_time(1.5, 20) == ("p", "p")
+    assert pass_time(1.0, 0) == ("p", "d"), "no answers, none is slowed"
+    assert pass_time(1.0, 20) == ("p", "d"), "it begins anew"
+    assert pass_time(10.5, 20) == ("p", "p")
 
 
 def test_choices_that_are_about_equal_are_split() -> None:
@@ -123,6 +145,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     stopped = SimpleNamespace(now=100.0)
     stopped.monotonic = lambda: stopped.now
     monkeypatch.setattr(load_estimate, "time", stopped)
+    monkeypatch.setattr(prediction, "time", stopped)
     return stopped
 
 
@@ -267,7 +290,8 @@ def test_beside_nodes_that_are_fixed_roles_decide() -> None:
     assert route.predicted is None
 
 
-def test_nodes_of_another_model_change_nothing() -> None:
+def test_nodes_of_another_model_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prediction, "_FEW_SECONDS", 0.0)
     nodes = [handle("prefill", "p", streams=10), handle("decode", "d", streams=60)]
     for node in nodes:
         report(node, prompt_share=0.05, streams=node.load.decoding.streams)
