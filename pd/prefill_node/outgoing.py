@@ -76,6 +76,8 @@ class OutgoingRoom:
         parked: whether the computed prompt's pages were released to the prefix cache before the
             peer reserved; tokens that were evicted since are computed again when it does.
         digest: being computed since the whole prompt is here and the peer has reserved.
+        expected_at: when the prompt is predicted to be computed, on the monotonic clock; None if
+            nothing is predicted.
         reserved_at, computed_at: when the reservation came; when token 1 was known.
         first_sent, sent: when KV first went out; when the last byte had left.
         complete: when the digest was known, too.
@@ -88,6 +90,7 @@ class OutgoingRoom:
     pushed: int = 0
     partial: tuple[int, int] | None = None
     parked: bool = False
+    expected_at: float | None = None
     digest: Future[bytes] | None = None
     commit_sent: float | None = None
     acknowledged: bool = False

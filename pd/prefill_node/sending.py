@@ -205,6 +205,7 @@ class SendingEnd(PromptSender):
             self._resume(request)
         elif request.state in (RequestState.RUNNING, RequestState.SENDING):
             self._open(outgoing)
+            self._tell_expected(outgoing)
 
     def _complaint(self, request: Request, cached: tuple[int, ...]) -> str:
         """Describe what is wrong with a peer's numbers of cached tokens; empty if nothing is."""
@@ -229,14 +230,22 @@ class SendingEnd(PromptSender):
 
     def tell_expected(self, request: Request, seconds: float) -> None:
         outgoing = request.outgoing
-        if outgoing is None or outgoing.reservation is None or request.state.terminal:
+        if outgoing is not None and not request.state.terminal:
+            outgoing.expected_at = time.monotonic() + seconds
+            self._tell_expected(outgoing)
+
+    def _tell_expected(self, outgoing: OutgoingRoom) -> None:
+        """Tell the peer when the prompt will be computed, if it is predicted and the peer has
+        reserved."""
+        request, reservation = outgoing.request, outgoing.reservation
+        if reservation is None or outgoing.expected_at is None:
             return
         message = PromptExpected(
             to=request.peer,
             sender=self._core.instance_id,
             room=request.room,
-            epoch=outgoing.reservation.epoch,
-            seconds=seconds,
+            epoch=reservation.epoch,
+            seconds=max(0.0, outgoing.expected_at - time.monotonic()),
         )
         self.decode_peers.send(message)
 

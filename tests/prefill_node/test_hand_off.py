@@ -21,6 +21,7 @@ from pd.core.messages import (
     Drained,
     ErrorInfo,
     Failed,
+    PromptExpected,
     Reservation,
     StepOutputs,
 )
@@ -64,6 +65,21 @@ def test_token_1_goes_to_the_proxy_though_nothing_is_reserved(
     computed(proxy)
     wait_until(lambda: prefill.node.queues()["in_flight"] == 1, 5)
     assert prefill.node.rooms.get(room).outgoing.reservation is None
+
+
+def test_a_peer_that_reserves_late_is_told_when_the_prompt_is_expected(
+    prefill: NodeServer, proxy: RawPeer, decode: DecodePeer
+) -> None:
+    """An idle node plans a short prompt's only chunk before the reservation can have come."""
+    room = ask(proxy, prefill, decode)
+    computed(proxy)
+    assert prefill.node.sending is not None
+    with prefill.node.core.events.lock:
+        prefill.node.sending.tell_expected(prefill.node.rooms.get(room), 60.0)
+    epoch, _ = decode.reserve(room, len(PROMPT))
+    expected = decode.receive(PromptExpected)
+    assert (expected.room, expected.epoch) == (room, epoch)
+    assert 0 < expected.seconds < 60.0, "the time since the step was planned is over"
 
 
 def test_prompts_that_wait_for_their_decode_node_keep_no_sampling_state(
