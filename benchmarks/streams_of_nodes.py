@@ -58,7 +58,7 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=256, metavar="N", help="per decode node")
     parser.add_argument("--tokens", type=int, default=400, metavar="N", help="of each stream")
     parser.add_argument("--rounds", type=int, default=3, metavar="N")
-    parser.add_argument("--kv-cache-tokens", type=int, default=120_000, help="of a decode node")
+    parser.add_argument("--kv-cache-tokens", type=int, default=160_000, help="of a decode node")
     parser.add_argument("--node-flags", nargs="*", default=[], metavar="FLAG=VALUE")
     parser.add_argument("--note", help="what else ran on the machine")
     parser.add_argument("--output", type=Path, required=True)
@@ -208,6 +208,8 @@ def token_seconds(answer: BenchCompletion, begin: float, end: float) -> float:
     first = bisect.bisect_right(answer.times, begin)
     stop = bisect.bisect_right(answer.times, end)
     tokens = sum(answer.counts[first:stop])
+    if not tokens:
+        raise SystemExit("a stream stood still; give decode nodes more --kv-cache-tokens")
     return (answer.times[stop - 1] - answer.times[first - 1]) / tokens
 
 
