@@ -398,6 +398,8 @@ def test_a_link_for_whose_set_up_no_thread_can_start_makes_way_for_another(
         sender.send(0, TOKENS, 0, 3)
         assert settled(sender) is TransferState.FAILED
         assert "can't start new thread" in str(sender.error)
+        # Rooms that D knows when it hears of the loss fail, whichever link they wait for.
+        assert settled(receiver) is TransferState.FAILED
         receiver.abort()
     nodes.transfer()
     assert len(begun) == refused + 3
