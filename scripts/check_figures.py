@@ -156,8 +156,8 @@ def quotes() -> list[Quote]:
         ),
         Quote(
             "docs/speculation.md",
-            "one stream ran at {ngram_1} of the speed without drafts where n-grams were drafted and "
-            "at {draft_1} with a draft model, 16 streams at {ngram_16} and "
+            "one stream ran at {ngram_1} of the speed without drafts where n-grams were drafted "
+            "and at {draft_1} with a draft model, 16 streams at {ngram_16} and "
             "{draft_16}".format(**_split()),
         ),
         Quote(
