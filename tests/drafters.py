@@ -39,10 +39,11 @@ class Oracle(Drafter):
 
     Args:
         spoiled: share of the drafted tokens that are replaced by others.
+        shortest: tokens of a draft, at least, if so many may be drafted.
     """
 
-    def __init__(self, vocab_size: int, spoiled: float) -> None:
-        self._vocab_size, self._spoiled = vocab_size, spoiled
+    def __init__(self, vocab_size: int, spoiled: float, shortest: int = 0) -> None:
+        self._vocab_size, self._spoiled, self._shortest = vocab_size, spoiled, shortest
         self._rng = np.random.default_rng(SEED)
         self._known: dict[tuple[int, ...], list[IntArray]] = {}
         self.drafted = 0
@@ -57,7 +58,7 @@ class Oracle(Drafter):
         return upload_chains(chains, torch.device(DEVICE))
 
     def _draft(self, ids: IntArray, limit: int) -> IntArray:
-        limit = int(self._rng.integers(0, limit + 1))
+        limit = int(self._rng.integers(min(self._shortest, limit), limit + 1))
         tokens = self._rng.integers(0, self._vocab_size, limit).astype(np.int32)
         for known in self._known.get(tuple(ids[:2].tolist()), []):
             if len(known) >= len(ids) + limit and np.array_equal(known[: len(ids)], ids):

@@ -24,12 +24,14 @@ if TYPE_CHECKING:
 # sequence it is believed that the share of all sequences was, until it has drafts of its own.
 _PRIOR_SHARE, _PRIOR_WEIGHT = 0.75, 2.0
 # How much of what was seen remains after each draft, and after each step without one: a sequence
-# for which drafting does not pay is tried again after a hundred steps or so.
-_KEPT, _KEPT_AT_REST = 0.9, 0.98
+# for which drafting does not pay is tried again after two hundred steps or so.
+_KEPT, _KEPT_AT_REST = 0.9, 0.99
 # The part of what was seen of all sequences that remains after each draft.
 _KEPT_OF_ALL = 0.98
-# Steps for which a batch that drafts nothing is not asked again.
-REST_STEPS = 16
+# Steps for which a batch that drafts nothing is not asked again: at first, and at most, since they
+# double each time that it drafts nothing again. A step before which it is asked is not launched
+# ahead.
+REST_STEPS, MOST_REST_STEPS = 16, 64
 # How far a step moves what is believed of the time of steps of its kind, with drafts or without,
 # and how far it moves the belief of the other kind to that of its own, so that it is tried again.
 _PACE_STEP, _PACE_FORGOTTEN = 0.1, 0.005
@@ -154,6 +156,8 @@ class DraftLengths:
         self._seen: dict[TokenSequence, _Acceptance] = {}
         self._of_all = _Acceptance()
         self._rest = 0
+        # Steps of the last rest that were made, and those of the next one.
+        self._rested, self._next_rest = 0, REST_STEPS
         # Steps with drafts that may follow before some are made without.
         self._until_plain = _TRY_PLAIN_FIRST
         self._plain, self._drafting = _Pace(), _Pace()
@@ -170,11 +174,11 @@ class DraftLengths:
             return list(limits)
         if self._rest:
             self._rest -= 1
-            self._of_all.fade(_KEPT_AT_REST)
-            self._fade(sequences)
+            self._rested += 1
             return [0] * len(limits)
         if not sequences:
             return []
+        self._forget_rest()
         if self._until_plain == 0:
             self._until_plain = _TRY_PLAIN
             self._rest = _PLAIN_STEPS - 1
@@ -188,11 +192,15 @@ class DraftLengths:
         )
         if lengths.any():
             self._until_plain -= 1
+            self._next_rest = REST_STEPS
         else:
             self._until_plain = _TRY_PLAIN
-            self._rest = REST_STEPS
+            self._rest = self._next_rest
+            self._next_rest = min(2 * self._next_rest, MOST_REST_STEPS)
             self._of_all.fade(_KEPT_AT_REST)
-        self._fade([s for s, length in zip(sequences, lengths, strict=True) if not length])
+        for each, length in zip(seen, lengths, strict=True):
+            if not length:
+                each.fade(_KEPT_AT_REST)
         return [int(length) for length in lengths]
 
     def observe(self, sequence: TokenSequence, tree: DraftTree, accepted: Sequence[int]) -> None:
@@ -239,10 +247,11 @@ class DraftLengths:
         """Drop the record of a sequence."""
         self._seen.pop(sequence, None)
 
-    def _fade(self, sequences: Sequence[TokenSequence]) -> None:
-        for sequence in sequences:
-            if (seen := self._seen.get(sequence)) is not None:
-                seen.fade(_KEPT_AT_REST)
+    def _forget_rest(self) -> None:
+        """Have what was seen before the last rest weigh less, by the steps of that."""
+        kept, self._rested = _KEPT_AT_REST**self._rested, 0
+        for each in (self._of_all, *self._seen.values()):
+            each.fade(kept)
 
     def _best(
         self, shares: FloatArray, limits: npt.NDArray[np.int64], found: FloatArray

@@ -16,7 +16,7 @@ from tiny import VOCAB_SIZE, tiny_node
 
 from pd import assembly
 from pd.engine.draft_tree import chain
-from pd.speculative.adaptation import REST_STEPS, DraftLengths, StepCosts
+from pd.speculative.adaptation import MOST_REST_STEPS, REST_STEPS, DraftLengths, StepCosts
 
 if TYPE_CHECKING:
     from pd.launch import NodeServer
@@ -45,14 +45,36 @@ def test_where_more_tokens_cost_nothing_all_are_drafted() -> None:
 
 
 def test_where_each_token_costs_as_much_as_a_step_none_is_drafted_and_the_drafter_rests() -> None:
+    """Each time for longer: a step before which it is asked cannot be launched ahead."""
     lengths = DraftLengths(LINEAR)
-    some = keys(2)
+    some, rest = keys(2), REST_STEPS
+    while rest <= MOST_REST_STEPS:
+        assert lengths.choose(some, [4, 4]) == [0, 0]
+        for _ in range(rest):
+            assert lengths.rests
+            assert lengths.choose([], []) == []
+        assert not lengths.rests
+        rest *= 2
     assert lengths.choose(some, [4, 4]) == [0, 0]
-    assert lengths.rests
-    for _ in range(REST_STEPS):
-        assert lengths.rests
-        assert lengths.choose([], []) == []
+    for _ in range(MOST_REST_STEPS):
+        lengths.choose([], [])
     assert not lengths.rests
+
+
+def test_a_draft_that_pays_makes_the_next_rest_short_again() -> None:
+    lengths = DraftLengths(costs([1.0, 1.0, 1.2, 3.0], [1.0, 1.0, 1.2, 3.0], draft=0.4))
+    rests = []
+    for kept in ([], range(4)) * 2:
+        (only,) = keys(1)
+        for _ in range(400):
+            (length,) = lengths.choose([only], [4])
+            if length:
+                lengths.observe(only, chain(length), kept[:length])
+            elif not lengths.rests:
+                rests.append(0)
+            elif rests:
+                rests[-1] += 1
+    assert REST_STEPS in rests[rests.index(MOST_REST_STEPS) :], rests
 
 
 def test_sequences_are_drafted_for_as_their_drafts_were_accepted() -> None:
@@ -187,7 +209,8 @@ def test_on_a_node(monkeypatch: pytest.MonkeyPatch, overlap: str) -> None:
     finally:
         plain.stop()
     for spoiled, low, high in ((0.0, 100, 400), (1.0, 1, 60)):
-        oracle = Oracle(VOCAB_SIZE, spoiled)
+        # One that has no draft a few times is not asked again in an answer of this length.
+        oracle = Oracle(VOCAB_SIZE, spoiled, shortest=1)
         for prompt, tokens in zip(prompts, expected, strict=True):
             oracle.learn([*prompt, *tokens])
         table = costs([1.0, 1.0, 1.1, 3.0], [1.0, 1.0, 1.1, 3.0], draft=0.3)
