@@ -178,7 +178,8 @@ class DraftLengths:
             return [0] * len(limits)
         if not sequences:
             return []
-        self._forget_rest()
+        if self._rested:
+            self._forget_rest()
         if self._until_plain == 0:
             self._until_plain = _TRY_PLAIN
             self._rest = _PLAIN_STEPS - 1
