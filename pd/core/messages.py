@@ -372,8 +372,8 @@ class Commit(Message):
 
 
 class PromptExpected(Message):
-    """P to D, with each chunk that is planned, and once D has reserved if one was planned before: when
-    the prompt will be computed.
+    """P to D: when the prompt will be computed. Sent with each chunk that is planned, and when D
+    reserves if one was planned before.
 
     Attributes:
         seconds: from now on, as the cost model of P predicts.
