@@ -17,7 +17,7 @@ from pd.speculative.drafter import Drafter
 from pd.speculative.eagle import EagleDrafter
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from typing import Any
 
     import numpy.typing as npt
@@ -101,6 +101,40 @@ def draft_only_last_siblings(monkeypatch: pytest.MonkeyPatch, answer: Sequence[i
                 parents = each.tree.parents.tolist()
                 tokens[:] = (answer[position + 1] + 1 + torch.arange(each.size)) % 250
                 tokens[len(parents) - 1 - parents[::-1].index(-1)] = answer[position + 1]
+        return made
+
+    monkeypatch.setattr(EagleDrafter, "_draft", draft)
+
+
+def plant_right_guesses(
+    monkeypatch: pytest.MonkeyPatch, answers: Mapping[tuple[int, ...], Sequence[Sequence[int]]]
+) -> None:
+    """Have every EAGLE drafter guess right in most places, at any rank.
+
+    Args:
+        answers: the answer of each choice by prompt.
+    """
+    true, rng = EagleDrafter._draft, random.Random(SEED)
+
+    @torch.inference_mode()
+    def draft(self: EagleDrafter, asks: Any, ends: Any) -> Any:
+        made = true(self, asks, ends)
+        positions = ends.positions[list(ends.index)].tolist()
+        for ask, position, each in zip(asks, positions, made, strict=True):
+            prompt = ask.sequence.request.prompt
+            choices = answers.get(tuple(prompt.tolist()))
+            if choices is None:
+                continue
+            rest = choices[ask.sequence.index][position + 1 - len(prompt) :]
+            tokens = each.batch.tokens[each.first : each.first + each.size]
+            parents, at = each.tree.parents.tolist(), -1
+            for right in rest:
+                guesses = [guess for guess, parent in enumerate(parents) if parent == at]
+                if not guesses or rng.random() < 0.25:
+                    break
+                at = rng.choice(guesses)
+                for place, guess in enumerate(guesses):
+                    tokens[guess] = right if guess == at else (right + 1 + place) % 250
         return made
 
     monkeypatch.setattr(EagleDrafter, "_draft", draft)

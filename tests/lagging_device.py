@@ -87,7 +87,10 @@ class LaggingDevice:
         engine.runner.forward = self._forward_later
         engine.sampler.launch = self._sample_later
 
-    def _forward_later(self, items: Any, on_layers_done: Any, previous: Any = None) -> Any:
+    def _forward_later(
+        self, items: Any, on_layers_done: Any, previous: Any = None, outcome: Any = None
+    ) -> Any:
+        assert outcome is None, "no drafts"
         self.launched += 1
         self.ahead += bool(self._queue)
         items = [replace(item, pages=item.pages.copy()) for item in items]

@@ -22,11 +22,13 @@ from tqdm import tqdm
 
 from pd.engine.device_copy import to_device
 from pd.engine.model_runner import hide_tokens, reread_rows, token_positions
+from pd.kernels.attention.base import UnreadStarts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pd.engine.model_runner import ForwardItem, ModelRunner
+    from pd.kernels.acceptance import Outcome
     from pd.kernels.attention import AttentionBackend
     from pd.kernels.attention.base import Int64Array, IntArray, PlannedAttention
 
@@ -80,11 +82,13 @@ class StepTokens(NamedTuple):
     Attributes:
         items: by sequence.
         starts, lengths: of each, as in :class:`pd.kernels.attention.AttentionBatch`.
+        unread: by how much they start later, where only the device knows; None if the host does.
     """
 
     items: Sequence[ForwardItem]
     starts: Int64Array
     lengths: Int64Array
+    unread: UnreadStarts | None
 
     @property
     def pages(self) -> list[IntArray]:
@@ -181,7 +185,10 @@ class StepGraphs(ABC):
         return self._logits[: len(hidden)].copy_(self._model.logits(hidden))
 
     def run(
-        self, items: Sequence[ForwardItem], previous_tokens: torch.Tensor | None
+        self,
+        items: Sequence[ForwardItem],
+        previous_tokens: torch.Tensor | None,
+        outcome: Outcome | None = None,
     ) -> torch.Tensor:
         """See :meth:`pd.engine.model_runner.ModelRunner.forward`. The logits are overwritten by the
         next run."""
@@ -210,7 +217,11 @@ class StepGraphs(ABC):
             # Rows of prompts, of which there may be many choices, follow the rows that continue.
             known = previous_tokens[: len(self._previous)]
             self._previous[: len(known)].copy_(known)
-        self._plan(graph.attention, StepTokens(items, starts, lengths))
+        unread = None
+        if outcome is not None:
+            unread = self._unread(items, lengths, rows, outcome)
+            graph.inputs[rows : 2 * rows].add_(unread.rows)
+        self._plan(graph.attention, StepTokens(items, starts, lengths, unread))
         reread = reread_rows(items, self._device)
         if reread is not None:
             hide_tokens(graph.attention, reread)
@@ -223,6 +234,16 @@ class StepGraphs(ABC):
             return graph.logits[:count]
         chosen = to_device(wanted_rows(items, lengths), torch.int64, self._device)
         return graph.logits.index_select(0, chosen)
+
+    def _unread(
+        self, items: Sequence[ForwardItem], lengths: Int64Array, rows: int, outcome: Outcome
+    ) -> UnreadStarts:
+        works = np.full(rows, -1, np.int64)
+        of_items = np.fromiter((item.work for item in items), np.int64, len(items))
+        works[: int(lengths.sum())] = np.repeat(of_items, lengths)
+        counts = outcome.counts_of(to_device(works, torch.int64, self._device))
+        most = np.fromiter((item.unread for item in items), np.int64, len(items))
+        return UnreadStarts(most, counts)
 
     @property
     def _lowest(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from pd.engine.eagle import EagleWriter
     from pd.engine.kv_pool import KVPool
     from pd.engine.step_graphs import DecodeGraphs, MixedGraphs, VerifyGraphs
+    from pd.kernels.acceptance import Outcome
     from pd.kernels.attention import AttentionBackend
     from pd.models.causal_lm import CausalLM
 
@@ -50,6 +52,9 @@ class ForwardItem:
             its K and V go to the pool's extra page.
         carried: row of :attr:`pd.engine.eagle.EagleWriter.carried` with the state of the token
             before the first one.
+        unread: guesses of the step before that may have been accepted, which only the device knows;
+            ``start`` is as if none were. ``pages`` cover so many tokens more.
+        work: index of their work in that step.
     """
 
     token_ids: IntArray
@@ -59,6 +64,8 @@ class ForwardItem:
     tree: DraftTree | None = None
     reread: bool = False
     carried: int = 0
+    unread: int = 0
+    work: int = -1
 
     @property
     def branches(self) -> bool:
@@ -74,6 +81,17 @@ class ForwardItem:
         seen = np.tri(len(self.token_ids), dtype=np.bool_)
         seen[root:, root:] = self.tree.visible
         return seen
+
+
+def _read(items: Sequence[ForwardItem], outcome: Outcome) -> list[ForwardItem]:
+    """Wait for the outcome of the step before, and put the items where they begin."""
+    counts = outcome.counts.tolist()
+    return [
+        dataclasses.replace(item, start=item.start + counts[item.work], unread=0)
+        if item.unread
+        else item
+        for item in items
+    ]
 
 
 def token_positions(
@@ -158,6 +176,8 @@ class ModelRunner:
         verify_graphs: graphs of steps of a few tokens of each sequence; None without them.
         chunk_graphs: graphs of steps of one short chunk; None without them.
         mixed_graphs: graphs of steps of chunks beside sequences that continue; None without them.
+        takes_unread: whether a step may be launched before the host has read what the one before
+            it accepted, without waiting for that.
         last_alone_from: from this many pairs of query and key on, the last layer attends only the
             wanted tokens, if they are few. With fewer pairs, planning this takes the host longer
             than it saves the GPU.
@@ -198,6 +218,12 @@ class ModelRunner:
         last = attention(pool, heads) if prompts else None
         return cls(model, pool, attention(pool, heads), last, eagle)
 
+    @property
+    def takes_unread(self) -> bool:
+        if not self.pool.memory.is_cuda:
+            return True  # a step is over when its launch returns
+        return self.verify_graphs is not None and self.verify_graphs.takes_unread
+
     def move_tokens(self, source: torch.Tensor, to: torch.Tensor) -> None:
         """See :meth:`pd.engine.kv_pool.KVPool.move_tokens`."""
         self.pool.move_tokens(source, to)
@@ -212,6 +238,7 @@ class ModelRunner:
         items: Sequence[ForwardItem],
         on_layers_done: Callable[[int, int], None] | None = None,
         previous_tokens: torch.Tensor | None = None,
+        outcome: Outcome | None = None,
     ) -> torch.Tensor:
         """Compute new tokens, leaving their KV in the pool.
 
@@ -222,13 +249,18 @@ class ModelRunner:
                 once. It must not wait for a GPU nor for long: the layers after it are not launched
                 until it returns.
             previous_tokens: int64 ``[rows]`` on the model's device, to which negative token ids
-            refer.
+                refer.
+            outcome: of the step before, to which ``ForwardItem.work`` refers; None if no item has
+                unread guesses. Where no graph fits, the host waits for it.
 
         Returns:
             Logits ``[sum(num_logits), vocab_size]`` in the order of ``items``, in the model's dtype
             and on its device.
         """
-        logits = self._replay(items, previous_tokens)
+        verify = self.verify_graphs
+        if outcome is not None and (verify is None or not verify.fits(items)):
+            items, outcome = _read(items, outcome), None
+        logits = self._replay(items, previous_tokens, outcome)
         if logits is None:
             return self._launch(items, on_layers_done, previous_tokens)
         if on_layers_done is not None:
@@ -236,13 +268,16 @@ class ModelRunner:
         return logits
 
     def _replay(
-        self, items: Sequence[ForwardItem], previous_tokens: torch.Tensor | None
+        self,
+        items: Sequence[ForwardItem],
+        previous_tokens: torch.Tensor | None,
+        outcome: Outcome | None,
     ) -> torch.Tensor | None:
         """:meth:`forward` by a graph; None if none fits. All ranks choose the same, since they sum
         tensors of the graph's size."""
         for graphs in (self.graphs, self.verify_graphs):
             if graphs is not None and graphs.fits(items):
-                return graphs.run(items, previous_tokens)
+                return graphs.run(items, previous_tokens, outcome)
         short = self.chunk_graphs if previous_tokens is None else None
         if short is not None and short.fits(items):
             return short.run(items[0])

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pd.engine.sampling_state import Draw, SamplingState
+    from pd.kernels.acceptance import Outcome
 
 # Rows of the table at first; it grows by doubling.
 _FIRST_ROWS = 4
@@ -34,7 +35,7 @@ class PenalizedRows:
         fresh: rows of the table to clear first.
         prompt: pairs of a row of the table and a token that occurs in its prompt, ``[2, pairs]``.
         counted: arguments of :func:`pd.kernels.penalties.count_tokens` behind the table.
-        previous: tokens that only the device has, int64, or None.
+        previous: tokens that only the device has, int64, or None; -1 stands for none.
         rows, places, strengths, starts, paths: arguments of
             :func:`pd.kernels.penalties.apply_penalties`.
         drafts: the step's drafted tokens, int64, or None.
@@ -73,6 +74,7 @@ class Penalties:
         draws: Sequence[Draw],
         previous: torch.Tensor | None,
         drafts: torch.Tensor | None,
+        outcome: Outcome | None = None,
     ) -> PenalizedRows | None:
         """Upload what :meth:`apply` needs; None if no state has penalties. What the states' choices
         have output since their last step is taken from them: if :meth:`apply` is not reached, they
@@ -82,11 +84,14 @@ class Penalties:
             draws: of the step, in the order of its rows.
             previous: tokens that ``Draw.follows`` refers to, int64 on the device.
             drafts: tokens that ``Draw.first`` refers to, int64 on the device.
+            outcome: of the previous step, with its tokens if ``Draw.unread`` is not 0 where there
+                are penalties.
         """
         if not any(draw.state.has_penalties for draw in draws):
             return None
         step = _CollectedRows()
         row = 0
+        of_works = 0 if previous is None else len(previous)
         for draw in draws:
             choice = draw.state
             first, row = row, row + draw.num_rows
@@ -103,11 +108,19 @@ class Penalties:
             if draw.follows is not None:
                 step.counted.append((place, -1, draw.follows))
                 choice.counted_ahead += 1
+            if draw.unread:
+                assert outcome is not None and outcome.tokens is not None
+                begin = of_works + draw.work * outcome.tokens.shape[1]
+                step.counted += [(place, -1, begin + i) for i in range(1 + draw.unread)]
+                choice.counted_ahead += 1 + draw.unread
             step.add(draw, place, range(first, row))
         fresh, prompt, counted, rows, places, strengths, starts, paths = self._staging.upload(
             step.arrays()
         )
         columns = counted.unbind(0)
+        if outcome is not None and outcome.tokens is not None:
+            known = [] if previous is None else [previous]
+            previous = torch.cat([*known, outcome.tokens.flatten()])
         return PenalizedRows(
             fresh=fresh,
             prompt=prompt,

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from pd.kernels.acceptance import Outcome
+
     IntArray = npt.NDArray[np.int32]
     Int64Array = npt.NDArray[np.int64]
 
@@ -182,6 +184,7 @@ class Sampler:
         draws: Sequence[Draw],
         previous: torch.Tensor | None = None,
         drafts: torch.Tensor | None = None,
+        outcome: Outcome | None = None,
     ) -> PreparedDraws:
         """Upload the inputs of :meth:`launch`. All that is prepared is launched, in the same order,
         but for what fails; see :meth:`pd.engine.penalties.Penalties.prepare`.
@@ -191,6 +194,7 @@ class Sampler:
                 device.
             previous: :attr:`Samples.tokens` of the previous step, to which ``Draw.follows`` refers.
             drafts: drafted tokens to which ``Draw.first`` refers, int64 on the device.
+            outcome: of the previous step, to which ``Draw.work`` refers.
         """
         vocab = self._vocab_size
         params = [draw.state.params for draw in draws]
@@ -208,8 +212,13 @@ class Sampler:
             for draw, end in zip(draws, np.cumsum(counts).tolist(), strict=True):
                 if draw.tree is not None:
                     arrays[1][end - draw.tree.size : end, 1] += draw.tree.depths
+        unread = outcome is not None and any(draw.unread for draw in draws)
+        if unread:
+            arrays.append(np.repeat([draw.work for draw in draws], counts))
         tensors = self._staging.upload(arrays)
-        penalized = self._penalties.prepare(draws, previous, drafts)
+        if outcome is not None and unread:
+            tensors[1][:, 1] += outcome.counts_of(tensors.pop())
+        penalized = self._penalties.prepare(draws, previous, drafts, outcome)
         return PreparedDraws(draws, counts, _too_short(draws, counts), penalized, *tensors)
 
     @torch.inference_mode()
@@ -402,6 +411,7 @@ def _too_short(draws: Sequence[Draw], counts: Int64Array) -> tuple[Int64Array, I
     """See ``PreparedDraws.shortest``."""
     places, ids = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for draw, rows in _with_rows(draws, counts):
+        # NOTE: of a draw with unread guesses, all rows or none are too short.
         state, ahead = draw.state, draw.ahead
         # Masks of rules are made with the minimum length in mind.
         if state.rules is not None or not state.must_continue(ahead):

@@ -37,6 +37,9 @@ class Draw(NamedTuple):
         tree: guesses, after each of which a token is drawn as if it were right; None without any.
         first: where these guesses are among the step's drafted tokens.
         drawn: guesses from there on that are taken to come before the only row; without a tree.
+        unread: guesses of the previous step that may have been accepted, with one more token behind
+            them; how many were, only the device knows. ``follows`` is None then.
+        work: index of their work in that step.
     """
 
     state: SamplingState
@@ -44,11 +47,13 @@ class Draw(NamedTuple):
     tree: DraftTree | None = None
     first: int = 0
     drawn: int = 0
+    unread: int = 0
+    work: int = -1
 
     @property
     def ahead(self) -> int:
-        """Tokens between those observed and the first row's."""
-        return self.drawn + (self.follows is not None)
+        """Tokens between those observed and the first row's, without accepted guesses."""
+        return self.drawn + (self.follows is not None or self.unread > 0)
 
     @property
     def num_rows(self) -> int:
@@ -124,6 +129,13 @@ class SamplingState:
         if len(self.stop_ids) == 0:
             return False
         return self.num_output_tokens + ahead < self.params.min_tokens
+
+    def may_stop_within(self, first: int, last: int) -> bool | None:
+        """Whether each token after the next ``first`` to ``last`` may end the choice; None if some
+        may and some may not."""
+        if self.must_continue(last):
+            return False
+        return None if self.must_continue(first) else True
 
     def observe(self, token: int) -> Finish | None:
         """Count an output token. Returns the reason if the choice ends with it, else None.

@@ -66,7 +66,7 @@ class DecodeGraphs(StepGraphs):
         lowest = self._lowest
         for item in items:
             ids = item.token_ids
-            if len(ids) != 1 or item.num_logits != 1 or ids[0] < lowest:
+            if len(ids) != 1 or item.num_logits != 1 or ids[0] < lowest or item.unread:
                 return False
         return len(items) <= self.sizes[-1]
 
@@ -84,7 +84,13 @@ class DecodeGraphs(StepGraphs):
 
 class VerifyGraphs(StepGraphs):
     """Runs steps of a few tokens of each sequence, at most :data:`MAX_TREE`, whose logits are
-    wanted; of which the first may be computed without."""
+    wanted; of which the first may be computed without.
+
+    Attributes:
+        takes_unread: whether steps may begin where only the device knows.
+    """
+
+    takes_unread = False
 
     def fits(self, items: Sequence[ForwardItem]) -> bool:
         total, lowest = 0, self._lowest
@@ -102,6 +108,7 @@ class VerifyGraphs(StepGraphs):
         attention = backend.verify_graph(rows, max_context)
         if attention is None:
             raise ValueError(f"attention backend {backend.name} has no graphs of drafts")
+        self.takes_unread = attention.takes_unread
         none = np.zeros(0, np.int64)
         attention.plan(none, none, [])
         return attention
@@ -111,7 +118,7 @@ class VerifyGraphs(StepGraphs):
         trees = None
         if any(item.branches for item in step.items):
             trees = [item.visible() for item in step.items]
-        attention.plan(step.starts, step.lengths, step.pages, trees)
+        attention.plan(step.starts, step.lengths, step.pages, trees, step.unread)
 
 
 class MixedGraphs(StepGraphs):
@@ -212,8 +219,9 @@ def capture_steps(
     rows = config.max_running_requests
     of_each = config.speculative_num_draft_tokens + 1
     drafts = config.speculative_algorithm != "none"
-    # With drafts, both running sequences and those whose places they took have some.
-    most = rows * 2 * of_each if drafts else rows
+    # With drafts, both running sequences and those whose places they took have some, and a last
+    # token.
+    most = rows * 2 * (of_each + 1) if drafts else rows
 
     def chosen(ladder: Sequence[int]) -> Sequence[int]:
         return [ladder[0], ladder[-1]] if only_extremes else ladder

@@ -44,15 +44,46 @@ class Accepted(NamedTuple):
 
     Attributes:
         last: index of the last accepted guess inside its draft, -1 for none.
+        counts: number of accepted guesses.
         tokens: the model's own token after the last accepted one; ``positions`` are those of these
             tokens.
         path: int64 ``[works, width]``, the accepted guesses from the root on, then -1.
     """
 
     last: torch.Tensor
+    counts: torch.Tensor
     tokens: torch.Tensor
     positions: torch.Tensor
     path: torch.Tensor
+
+    def sampled(self, samples: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """The tokens that came out of each work, int64 ``[works, 1 + width]``: what was sampled
+        after the root, and after each guess of ``path``; then -1.
+
+        Args:
+            samples: int64, the tokens that the step sampled.
+            rows: int64 ``[works]``, as :attr:`Trees.rows`.
+        """
+        most = len(samples) - 1
+        after = samples[(rows[:, None] + 1 + self.path.clamp(min=0)).clamp(max=most)]
+        after = torch.where(self.path >= 0, after, -1)
+        return torch.cat((samples[rows.clamp(max=most)][:, None], after), dim=1)
+
+
+class Outcome(NamedTuple):
+    """What came out of the works of a step, before the host has read it.
+
+    Attributes:
+        counts: int64 ``[works]``, the number of guesses that were accepted.
+        tokens: see :meth:`Accepted.sampled`; None where nothing needs them.
+    """
+
+    counts: torch.Tensor
+    tokens: torch.Tensor | None
+
+    def counts_of(self, works: torch.Tensor) -> torch.Tensor:
+        """The counts of some works, int64 as ``works``, in which -1 stands for none: 0."""
+        return torch.nn.functional.pad(self.counts, (0, 1))[works]
 
 
 def accept(sampled: torch.Tensor, trees: Trees, width: int = 0) -> Accepted:
@@ -66,7 +97,7 @@ def accept(sampled: torch.Tensor, trees: Trees, width: int = 0) -> Accepted:
         from pd.kernels import acceptance_triton
 
         return Accepted(*acceptance_triton.accept(sampled, trees, width))
-    last, depth = torch.full_like(trees.rows, -1), torch.zeros_like(trees.rows)
+    last, counts = torch.full_like(trees.rows, -1), torch.zeros_like(trees.rows)
     path = torch.full((len(last), width), -1, dtype=torch.int64, device=last.device)
     drawn, guessed, parents = sampled.tolist(), trees.tokens.tolist(), trees.parents.tolist()
     for work, (row, first, count, forced) in enumerate(_rows(trees)):
@@ -76,10 +107,11 @@ def accept(sampled: torch.Tensor, trees: Trees, width: int = 0) -> Accepted:
             if parents[place] == at and guessed[place] == drawn[row + at + 1]:
                 at = guess
                 found.append(guess)
-        last[work], depth[work] = found[-1] if found else -1, len(found)
+        last[work], counts[work] = found[-1] if found else -1, len(found)
         if width:
             path[work, : len(found)] = torch.tensor(found, dtype=torch.int64)
-    return Accepted(last, sampled[trees.rows + last + 1], trees.stops + depth, path)
+    tokens = sampled[trees.rows + last + 1]
+    return Accepted(last, counts, tokens, trees.stops + counts, path)
 
 
 def _rows(trees: Trees) -> Iterable[tuple[int, ...]]:

@@ -28,6 +28,7 @@ def _follow(
     forced,
     stops,
     last,
+    counted,
     tokens,
     positions,
     path,
@@ -61,6 +62,7 @@ def _follow(
                 accepted += 1
                 wanted = tl.load(sampled + row + at + 1)
     tl.store(last + work, at)
+    tl.store(counted + work, accepted)
     tl.store(positions + work, tl.load(stops + work) + accepted)
     tl.store(tokens + work, tl.load(sampled + row + at + 1))
 
@@ -68,8 +70,8 @@ def _follow(
 def accept(sampled: torch.Tensor, trees: Trees, width: int) -> tuple[torch.Tensor, ...]:
     """Return the fields of the result of :func:`pd.kernels.acceptance.accept`."""
     works = len(trees.rows)
-    last, tokens, positions = (torch.empty_like(trees.rows) for _ in range(3))
-    found = (last, tokens, positions, trees.rows.new_empty(works, width))
+    made = [torch.empty_like(trees.rows) for _ in range(4)]
+    found = (*made, trees.rows.new_empty(works, width))
     if works:
         launch(
             _follow,

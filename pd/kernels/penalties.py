@@ -24,7 +24,7 @@ def count_tokens(
         places: int64 ``[n]``, rows of ``counts``.
         tokens: int64 ``[n]``; -1 stands for a token of ``sampled``.
         sampled_rows: int64 ``[n]``, which one.
-        sampled: int64 tokens, or None if all ``tokens`` are known.
+        sampled: int64 tokens, or None if all ``tokens`` are known. For -1 nothing is counted.
     """
     if use_triton(counts):
         from pd.kernels import penalties_triton
@@ -33,7 +33,8 @@ def count_tokens(
         return
     if sampled is not None and len(sampled):
         tokens = torch.where(tokens < 0, sampled[sampled_rows], tokens)
-    counts.index_put_((places, tokens), counts.new_ones(len(places)), accumulate=True)
+    there = (tokens >= 0).to(counts.dtype)
+    counts.index_put_((places, tokens.clamp(min=0)), there, accumulate=True)
 
 
 def apply_penalties(

@@ -41,7 +41,7 @@ def _count_tokens(
     row = tl.load(sampled_rows + pair, mask=unknown, other=0)
     token = tl.where(unknown, tl.load(sampled + row, mask=unknown, other=0), token)
     place = tl.load(places + pair, mask=inside, other=0)
-    tl.atomic_add(counts + place * vocab + token, 1, mask=inside)
+    tl.atomic_add(counts + place * vocab + token, 1, mask=inside & (token >= 0))
 
 
 @triton.jit

@@ -62,6 +62,7 @@ class DecodeScheduler:
         self._drafter, self._lengths = core.drafter, core.draft_lengths
         drafts = core.drafter is not None
         self.draft_tokens = core.config.speculative_num_draft_tokens if drafts else 0
+        self._drafts_ahead = core.drafter is not None and core.drafter.drafts_ahead
         self.reserve = DecodeReserve(core.config.reserved_decode_tokens)
         self.waiting: deque[Sequence] = deque()
         self.retracted: deque[Sequence] = deque()
@@ -176,7 +177,7 @@ class DecodeScheduler:
             if len(self.retracted) > retracted and sequence not in self.running:
                 continue  # retracted for another
             work = self._next(sequence)
-            if work is not None and self._secure(sequence, work.stop, works):
+            if work is not None and self._secure(sequence, work.most_stop, works):
                 works[sequence] = work
         for sequence, work in works.items():
             sequence.launched = work
@@ -185,16 +186,15 @@ class DecodeScheduler:
         return list(works.values())
 
     def _plan_drafts(self, works: list[Work]) -> None:
-        """Decide how many tokens may be drafted for each sequence whose tokens are known: for this
-        step, and for the next where the drafter drafts ahead. What it drafted ahead is verified
+        """Decide how many tokens may be drafted for each sequence: for this step if its tokens are
+        known, and for the next where the drafter drafts ahead. What it drafted ahead is verified
         in this step."""
-        assert self._drafter is not None
-        drafting = [work for work in works if work.samples and work.follows is None]
+        ahead = self._drafts_ahead
+        drafting = [work for work in works if work.samples and (ahead or work.follows is None)]
         limits = [self._draft_limit(work) for work in drafting]
         lengths = self._lengths.choose([work.sequence for work in drafting], limits)
-        ahead = self._drafter.drafts_ahead
         for work, length in zip(drafting, lengths, strict=True):
-            if work.draft is None:
+            if work.draft is None and work.follows is None:
                 work.draft_limit = length
             if ahead:
                 self._limit_ahead(work, length)
@@ -203,18 +203,18 @@ class DecodeScheduler:
         """Number of tokens that may be drafted for a work, or behind it if it has its draft."""
         sequence = work.sequence
         # One token more than was drafted comes out of a step.
-        most = self._output_left(sequence) - 1
+        most = self._output_left(work) - 1
         ahead, sequence.ahead = sequence.ahead, None
-        if ahead is None:
+        # Tokens that a grammar forced may have come in between.
+        if ahead is not None and work.stop - work.start == 1:
+            work.draft = ahead.first_tokens(min(most, self._room_for(work, ahead.size)))
+        elif work.follows is None:
             return self._room_for(work, max(0, min(self.draft_tokens, most)))
-        if work.stop - work.start > 1:  # tokens that a grammar forced came in between
-            return self._room_for(work, max(0, min(self.draft_tokens, most)))
-        work.draft = ahead.first_tokens(most)
         return max(0, min(self.draft_tokens, most - 1))
 
     def _limit_ahead(self, work: Work, length: int) -> None:
         """Decide how many tokens, ``length`` at most, may be drafted behind a work."""
-        left = self._output_left(work.sequence)
+        left = self._output_left(work)
         most = min(length, left - 2)
         if most > 0:
             before = 1 + work.most_drafted
@@ -222,23 +222,24 @@ class DecodeScheduler:
             wanted = min(before + most, left)
             room = self._room_for(work, wanted)
             work.ahead_limit = most if room >= wanted else max(0, room - before)
-            work.ahead_stop = work.stop + room
+            work.ahead_stop = work.most_stop + room
 
     @staticmethod
-    def _output_left(sequence: Sequence) -> int:
-        """Tokens that a sequence may still output."""
-        choice = sequence.choice
-        return choice.params.max_tokens - choice.num_output_tokens
+    def _output_left(work: Work) -> int:
+        """Tokens that a sequence may still output from this work on, at least."""
+        choice = work.sequence.choice
+        before = 0 if work.follows is None else 1 + work.unread
+        return choice.params.max_tokens - choice.num_output_tokens - before
 
     def _room_for(self, work: Work, wanted: int) -> int:
         """Add pages for ``wanted`` tokens after a work's last one, and return how many of these
         tokens have pages. No draft takes a page that a running sequence may need for its next
         token."""
-        memory, sequence = self._memory, work.sequence
-        missing = memory.pages_for(work.stop + wanted) - len(sequence.pages)
+        memory, sequence, stop = self._memory, work.sequence, work.most_stop
+        missing = memory.pages_for(stop + wanted) - len(sequence.pages)
         if missing > 0 and missing + len(self.running) <= memory.available:
-            memory.grow(sequence, work.stop + wanted)
-        return min(wanted, len(sequence.pages) * memory.page_size - work.stop)
+            memory.grow(sequence, stop + wanted)
+        return min(wanted, len(sequence.pages) * memory.page_size - stop)
 
     def _next(self, sequence: Sequence) -> Work | None:
         """The next work of a sequence; None if it has ended or may end with the launched one."""
@@ -250,20 +251,31 @@ class DecodeScheduler:
             stop = min(sequence.num_tokens, start + RECOMPUTE_CHUNK)
             samples = [sequence.choice] if stop == sequence.num_tokens else []
             return Work(sequence, start, stop, samples)
-        limit = sequence.request.params.max_tokens
-        if sequence.choice.num_output_tokens + 1 >= limit:
-            return None
-        return Work(sequence, start, start + 1, [sequence.choice], follows=launched)
+        unread = 0 if launched is None else launched.most_accepted
+        work = Work(sequence, start, start + 1, [sequence.choice], follows=launched, unread=unread)
+        return work if self._output_left(work) > 0 else None
 
     def may_plan_ahead(self, launched: list[Work]) -> bool:
         """Whether :meth:`plan` may be called before a launched step is accounted for: each of its
-        works brings one token that nothing but the next forward pass needs to know, and no
-        sequence has to be retracted. A drafter needs to know the tokens, unless it rests."""
-        if self.draft_tokens and not self._lengths.rests:
+        works brings tokens that nothing but the next forward pass needs to know, and no sequence
+        has to be retracted. A drafter that does not draft ahead needs to know the tokens, unless it
+        rests."""
+        if self.draft_tokens and not self._drafts_ahead and not self._lengths.rests:
             return False
         if self.retracted or self._memory.available < len(self.running):
             return False
-        return all(work.is_decode and work.draft is None for work in launched)
+        return all(
+            work.is_decode and (work.draft is None or self._may_follow(work)) for work in launched
+        )
+
+    def _may_follow(self, work: Work) -> bool:
+        """Whether the next work of a sequence can be launched before the host has read what this
+        one, which has a draft, accepts."""
+        if work.place < 0 or not self._engine.runner.takes_unread:
+            return False
+        choice, last = work.sequence.choice, 1 + work.most_accepted + self.draft_tokens
+        # The host fills the masks of rules; and masks for minimum lengths, all or none.
+        return choice.rules is None and choice.may_stop_within(1, last) is not None
 
     def _admit(self) -> None:
         """Start sequences that have their pages or get them, retracted ones first.
@@ -394,8 +406,21 @@ class DecodeScheduler:
             # A grammar may have forced tokens since the launch, in the place of the sampled one.
             if work.sampled and work.stop == sequence.num_tokens:
                 self._take_tokens(sequence, work)
+            elif work.draft is not None:
+                sequence.carried = None  # it may be of a token that was foretold and not taken
+            if sequence.launched is not None:
+                self._settle(sequence, sequence.launched, len(work.accepted))
         if self._drafts.drafts:
             self._metrics.speculation.observe(self._drafts)
+
+    def _settle(self, sequence: Sequence, following: Work, accepted: int) -> None:
+        """Note what was accepted before a work that was launched without knowing it."""
+        if following.unread:
+            following.settle(accepted)
+            # The device has counted all tokens that came out.
+            sequence.choice.counted_ahead = 0
+            if sequence.carried is not None:
+                sequence.carried.stop = following.stop
 
     def _take_tokens(self, sequence: Sequence, work: Work) -> None:
         """Append the sampled token; after a draft, the tokens that it foretold and the next one.

@@ -20,6 +20,7 @@ from pd.core.seldom import Seldom
 from pd.engine.device_copy import DeviceTimer, HostCopy, to_device
 from pd.engine.model_runner import ForwardItem
 from pd.engine.sampling_state import Draw
+from pd.kernels.acceptance import Outcome
 from pd.speculative.drafter import DraftRequest, StepOnDevice
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from pd.engine.sampler import PromptLogprobs, SampledToken, Sampler, Samples
     from pd.engine.sampling_state import SamplingState
     from pd.engine.tensor_parallel.leader import LeadingRunner
+    from pd.kernels.acceptance import Accepted
     from pd.speculative.draft import Draft, DraftedTokens
     from pd.speculative.drafter import Drafter
 
@@ -57,9 +59,13 @@ class Work:
         forced: with a draft, how many of its leading tokens count as accepted whatever is sampled,
             for benchmarks and where the drafter failed. None where the sampled tokens decide.
         logprobs_from: prompt log probabilities are wanted of tokens from this position on.
-        follows: a work that is launched and not accounted for, whose sample is the one token to
+        follows: a work that is launched and not accounted for, whose sample is the first token to
             compute; None where the tokens are known.
+        unread: guesses of that work which may have been accepted; ``start`` and ``stop`` are as if
+            none were until :meth:`settle` is called.
         row: index of this work's first sample among the step's; set when launched.
+        place: index of this work among the step's; set when launched, where the device finds out
+            what is accepted. Else -1.
         sampled: result, one per entry of ``samples``; with a draft, the token after the last known
             one and the tokens after each guess.
         prompt_logprobs: result, of tokens ``max(start + 1, logprobs_from) .. stop`` of the prompt.
@@ -73,6 +79,7 @@ class Work:
     samples: list[SamplingState] = field(default_factory=list)
     logprobs_from: int | None = None
     follows: Work | None = None
+    unread: int = 0
     draft_limit: int = 0
     draft: Draft | None = None
     ahead_limit: int = 0
@@ -80,14 +87,34 @@ class Work:
     reread: bool = False
     forced: int | None = None
     row: int = -1
+    place: int = -1
     sampled: list[SampledToken] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     drafter_state: Callable[[], bytes] | None = None
 
     @property
+    def most_stop(self) -> int:
+        """``stop``, if all unread guesses were accepted."""
+        return self.stop + self.unread
+
+    def settle(self, accepted: int) -> None:
+        """Note how many of the unread guesses were accepted."""
+        if self.unread:
+            self.start += accepted
+            self.stop += accepted
+            self.unread = 0
+
+    @property
     def num_drafted(self) -> int:
         """Number of guesses."""
         return 0 if self.draft is None else self.draft.tree.size
+
+    @property
+    def most_accepted(self) -> int:
+        """Number of guesses that are accepted at most: those of the longest branch."""
+        if self.draft is None:
+            return 0
+        return int(self.draft.tree.depths.max()) if self.forced is None else self.forced
 
     @property
     def most_drafted(self) -> int:
@@ -121,29 +148,30 @@ class Work:
         is_last = self.stop - self.start == 1 and bool(self.samples)
         return is_last and self.sequence.decodes
 
-    def item(self, first_draft: int) -> ForwardItem:
+    def item(self, root: int, first_draft: int) -> ForwardItem:
         """The work as the model runner takes it.
 
         Args:
-            first_draft: where the tokens of the draft are among those that only the device has.
+            root: with ``follows``, where its token is among those that only the device has.
+            first_draft: where the tokens of the draft are among them.
         """
-        sequence, start, draft = self.sequence, self.start - self.reread, self.draft
-        carried = 0 if sequence.carried is None else sequence.carried.row
-        if draft is not None:
-            tree, known = draft.tree, self.stop - start
-            token_ids = np.empty(known + tree.size, np.int32)
-            token_ids[:known] = sequence.tokens[start : self.stop]
-            token_ids[known:] = np.arange(-1 - first_draft, -1 - first_draft - tree.size, -1)
-            logits = 1 + tree.size
-            return ForwardItem(token_ids, start, sequence.pages, logits, tree, self.reread, carried)
-        if self.follows is None:
-            token_ids = sequence.tokens[start : self.stop]
-        else:
-            token_ids = np.array([-1 - self.follows.row], dtype=np.int32)
-            if self.reread:
-                token_ids = np.concatenate([sequence.tokens[start : start + 1], token_ids])
+        sequence, start = self.sequence, self.start - self.reread
+        parts = [sequence.tokens[start : self.stop]]
+        if self.follows is not None:
+            parts = [sequence.tokens[start : self.start], np.array([-1 - root], np.int32)]
+        tree = None if self.draft is None else self.draft.tree
+        if tree is not None:
+            parts.append(np.arange(-1 - first_draft, -1 - first_draft - tree.size, -1, np.int32))
         return ForwardItem(
-            token_ids, start, sequence.pages, self.num_logits, None, self.reread, carried
+            parts[0] if len(parts) == 1 else np.concatenate(parts),
+            start,
+            sequence.pages,
+            self.num_logits,
+            tree,
+            self.reread,
+            carried=0 if sequence.carried is None else sequence.carried.row,
+            unread=self.unread,
+            work=self.follows.place if self.follows is not None and self.unread else -1,
         )
 
 
@@ -154,6 +182,7 @@ class LaunchedStep:
     Attributes:
         works: not to be changed until :meth:`complete` has returned.
         samples: samples of all works, in their order.
+        accepted: what was accepted, as the device finds out; None if it does not.
         drafted: the step's drafted tokens that the host does not have, and their copies.
         prompt_logprobs: log probabilities of works that want them.
         began: monotonic time at which drafting began, or else the launch.
@@ -164,6 +193,7 @@ class LaunchedStep:
 
     works: list[Work]
     samples: Samples
+    accepted: Accepted | None
     drafted: tuple[list[DraftedTokens], HostCopy]
     prompt_logprobs: list[tuple[Work, PromptLogprobs]]
     began: float
@@ -188,7 +218,8 @@ class LaunchedStep:
 
 
 class _DeviceTokens:
-    """The tokens of a step that only the device has: samples of the step before, then drafts.
+    """The tokens of a step that only the device has: of the step before the tokens after what was
+    accepted, and the samples; then drafts.
 
     Attributes:
         tokens: int64 ``[n]`` on the device, or None if there are none.
@@ -198,6 +229,10 @@ class _DeviceTokens:
 
     def __init__(self, previous: LaunchedStep | None, works: list[Work]) -> None:
         parts: list[torch.Tensor] = []
+        if previous is not None and any(work.unread for work in works):
+            assert previous.accepted is not None, "only the host finds out what is accepted"
+            parts.append(previous.accepted.tokens)
+        self._first_sample = sum(len(part) for part in parts)
         if any(work.follows is not None for work in works):
             assert previous is not None
             parts.append(previous.samples.tokens)
@@ -232,7 +267,10 @@ class _DeviceTokens:
     def item(self, work: Work) -> ForwardItem:
         """See :meth:`Work.item`."""
         place = 0 if work.draft is None else self.place(work.draft)
-        return work.item(self._first_draft + place)
+        root, follows = 0, work.follows
+        if follows is not None:
+            root = follows.place if work.unread else self._first_sample + follows.row
+        return work.item(root, self._first_draft + place)
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor | None:
@@ -279,13 +317,16 @@ def launch(
             if work.draft is not None:
                 work.forced = simulate(work.draft.tree.size)
     rows, roots, draws = _draws(works, items, known)
+    outcome = _outcome(previous, draws)
+    # NOTE: as they are here. Accounting for the step before, which rules ask for, settles them.
+    stops, unread = [work.stop for work in works], [item.work for item in items]
     ruled = any(draw.state.rules is not None for draw in draws)
     # Rules need the drafted tokens before the pass is over.
     drafted = known.copies() if ruled else None
-    logits = runner.forward(items, on_layers_done, known.tokens)
+    logits = runner.forward(items, on_layers_done, known.tokens, outcome)
     # NOTE: after the launch of the pass, for which a GPU may be waiting.
     before = None if previous is None else previous.samples.tokens
-    prepared = sampler.prepare(draws, before, known.drafts)
+    prepared = sampler.prepare(draws, before, known.drafts, outcome)
     prompt_logprobs = _prompt_logprobs(sampler, works, items, logits)
     if rows != list(range(len(logits))):
         logits = logits.index_select(0, to_device(rows, torch.int64, logits.device))
@@ -300,15 +341,36 @@ def launch(
         masks = sampler.fill_masks(prepared, known.on_host(drafted))
     samples = sampler.launch(logits, prepared, masks)
     drafted = drafted or known.copies()
+    accepted = None
     if drafter is not None:
         behind = time.monotonic()
         timer.split()
         firsts = [0 if work.draft is None else known.place(work.draft) for work in works]
-        _follow(drafter, StepOnDevice(works, roots, samples.tokens, known.drafts, firsts))
+        accepted = _follow(
+            drafter,
+            StepOnDevice(
+                *(works, roots, samples.tokens, known.drafts, firsts, stops, unread, outcome)
+            ),
+        )
         draft_seconds += time.monotonic() - behind
     copies = known.missing, drafted
     timer.stop()
-    return LaunchedStep(works, samples, copies, prompt_logprobs, began, draft_seconds, timer)
+    for place, work in enumerate(works):
+        work.place = -1 if accepted is None else place
+    return LaunchedStep(
+        works, samples, accepted, copies, prompt_logprobs, began, draft_seconds, timer
+    )
+
+
+def _outcome(previous: LaunchedStep | None, draws: list[Draw]) -> Outcome | None:
+    """What the step before accepted, for draws that follow it unread; None if none does."""
+    if previous is None or previous.accepted is None or not any(draw.unread for draw in draws):
+        return None
+    tokens, samples = None, previous.samples.tokens
+    if any(draw.unread and draw.state.has_penalties for draw in draws):
+        rows = to_device([work.row for work in previous.works], torch.int64, samples.device)
+        tokens = previous.accepted.sampled(samples, rows)
+    return Outcome(previous.accepted.counts, tokens)
 
 
 def _draws(
@@ -321,18 +383,22 @@ def _draws(
     draws: list[Draw] = []
     offset = stop = 0
     for work, item in zip(works, items, strict=True):
-        draft, follows = work.draft, None if work.follows is None else work.follows.row
+        draft, unread = work.draft, work.unread
+        follows = None if work.follows is None or unread else work.follows.row
         offset += item.num_logits
         stop += len(item.token_ids)
         work.row = len(rows)
         if draft is None:
             roots.append(stop - 1)
             rows += [offset - 1] * len(work.samples)
-            draws += [Draw(state, follows) for state in work.samples]
+            draws += [Draw(state, follows, unread=unread, work=item.work) for state in work.samples]
         else:
             roots.append(stop - draft.tree.size - 1)
             rows += range(offset - item.num_logits, offset)
-            draws.append(Draw(work.samples[0], follows, draft.tree, known.place(draft)))
+            place = known.place(draft)
+            draws.append(
+                Draw(work.samples[0], follows, draft.tree, place, unread=unread, work=item.work)
+            )
     return rows, roots, draws
 
 
@@ -356,15 +422,18 @@ def _begin(drafter: Drafter, works: list[Work], *, reads_states: bool) -> None:
             work.reread = reads_states and work.start > 0
 
 
-def _follow(drafter: Drafter, step: StepOnDevice) -> None:
+def _follow(drafter: Drafter, step: StepOnDevice) -> Accepted | None:
     """Draft behind a step. If the drafter raises, no guess of a tree counts as accepted, since its
     KV may not be where it belongs.
+
+    Returns:
+        See :meth:`Drafter.follow`.
 
     Raises:
         NodeFailedError: another rank is gone.
     """
     try:
-        drafter.follow(step)
+        return drafter.follow(step)
     except NodeFailedError:
         raise
     except Exception as error:  # noqa: BLE001
@@ -376,6 +445,7 @@ def _follow(drafter: Drafter, step: StepOnDevice) -> None:
             work.sequence.ahead = work.sequence.carried = None
             if work.draft is not None and not work.draft.tree.is_chain:
                 work.forced = 0
+        return None
 
 
 def _draft(drafter: Drafter, works: list[Work]) -> None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from pd.core.request import Sequence as TokenSequence
     from pd.engine.sampling_state import SamplingState
+    from pd.kernels.acceptance import Accepted, Outcome
     from pd.speculative.draft import Draft
     from pd.speculative.ngram_cache import NgramCache
 
@@ -24,6 +25,7 @@ class DraftedWork(Protocol):
     sequence: TokenSequence
     start: int
     stop: int
+    unread: int
     samples: list[SamplingState]
     draft: Draft | None
     ahead_limit: int
@@ -32,6 +34,9 @@ class DraftedWork(Protocol):
     forced: int | None
     row: int
     drafter_state: Callable[[], bytes] | None
+
+    @property
+    def most_accepted(self) -> int: ...
 
 
 class DraftRequest(NamedTuple):
@@ -59,6 +64,10 @@ class StepOnDevice:
         sampled: tokens that the step samples, int64 ``[rows]``; ``Work.row`` says where.
         drafts: the step's drafted tokens, int64, or None without any.
         first_drafts: where the draft of each work begins in ``drafts``.
+        stops: position of the token after each root, without unread guesses.
+        unread: for each work the index in ``outcome`` of the work that it follows with unread
+            guesses, or -1.
+        outcome: what the step before accepted, or None if the host has read it.
     """
 
     works: Sequence[DraftedWork]
@@ -66,6 +75,9 @@ class StepOnDevice:
     sampled: torch.Tensor
     drafts: torch.Tensor | None
     first_drafts: Sequence[int]
+    stops: Sequence[int]
+    unread: Sequence[int]
+    outcome: Outcome | None
 
 
 class Drafter(ABC):
@@ -106,10 +118,16 @@ class Drafter(ABC):
         """Prepare works for a step that is about to be launched, before anything is drafted for it.
         Called by the thread that launches steps, for every step."""
 
-    def follow(self, step: StepOnDevice) -> None:
+    def follow(self, step: StepOnDevice) -> Accepted | None:
         """Note what a step that was just launched leaves on the device, and set ``ahead`` of the
         sequences whose work has an ``ahead_limit``. On a GPU this is only queued. Called by the
-        thread that launches steps, for every step."""
+        thread that launches steps, for every step.
+
+        Returns:
+            What was accepted, on the device, with paths where a choice has penalties; None if this
+            is found out by the host alone.
+        """
+        return None
 
     def expect(self, sequence: TokenSequence) -> None:
         """Prepare for a sequence that is to decode here. Called before its prompt is computed or

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from pd.engine.device_copy import HostCopy
     from pd.engine.eagle import EagleWriter
     from pd.engine.sampling_state import SamplingState
+    from pd.kernels.acceptance import Accepted
     from pd.kernels.attention import AttentionBackend
     from pd.kernels.attention.base import DraftAttention
     from pd.kernels.staging import Array
@@ -129,7 +130,8 @@ class EagleDrafter(Drafter):
                 state = sequence.carried = self._writer.take_row()
             self._writer.upload(state)
             # Without the state before its first token, the token before that is computed again.
-            work.reread = work.start > 0 and not state.covers(work.start)
+            # Behind unread guesses it is there, or none would have been drafted.
+            work.reread = not work.unread and work.start > 0 and not state.covers(work.start)
             state.stop = work.stop
 
     def draft(self, requests: Sequence[DraftRequest], prompt_tokens: int) -> list[Draft | None]:
@@ -166,24 +168,27 @@ class EagleDrafter(Drafter):
         self.catch_up()
 
     @torch.inference_mode()
-    def follow(self, step: StepOnDevice) -> None:
+    def follow(self, step: StepOnDevice) -> Accepted | None:
         """See :class:`pd.speculative.drafter.Drafter`."""
         self._copy_states(step)
         works = step.works
         states = [work.sequence.carried for work in works if work.sequence.carried is not None]
         if len(states) < len(works):  # begin() failed
-            return
+            return None
         trees, roots, rows = self._upload(step, states)
         if len(step.sampled) == 0:
             self._writer.keep(rows, roots, torch.full_like(roots, -1))
-            return
-        drafted = [work.draft.tree for work in works if work.draft is not None]
-        depths = [int(tree.depths.max()) for tree in drafted if not tree.is_chain]
-        width = max(depths, default=0)
-        found = accept(step.sampled, trees, width)
+            return None
+        branching, counting = 0, 0
+        for work in works:
+            if work.draft is not None:
+                most, is_chain = work.most_accepted, work.draft.tree.is_chain
+                branching = branching if is_chain else max(branching, most)
+                counting = max(counting, most) if work.samples[0].has_penalties else counting
+        found = accept(step.sampled, trees, max(branching, counting))
         self._writer.keep(rows, roots, found.last)
-        if width:
-            self._move_accepted(works, found.path)
+        if branching:
+            self._move_accepted(step, found.path[:, :branching])
         asks, asking = [], []
         for place, (work, state) in enumerate(zip(works, states, strict=True)):
             if work.ahead_limit and state.row != NO_ROW:
@@ -194,6 +199,7 @@ class EagleDrafter(Drafter):
             made = self._draft(asks, _Ends(found.tokens, found.positions, asking))
             for ask, draft in zip(asks, made, strict=True):
                 ask.sequence.ahead = draft
+        return found
 
     def _upload(
         self, step: StepOnDevice, states: Sequence[CarriedState]
@@ -211,35 +217,42 @@ class EagleDrafter(Drafter):
             step.first_drafts,
             [0 if work.draft is None else work.draft.size for work in works],
             [-1 if work.forced is None else work.forced for work in works],
-            [work.stop for work in works],
+            step.stops,
             step.roots,
             [state.row for state in states],
+            step.unread,
         )
         table, parents_there = self._staging.upload([np.array(columns, np.int64), parents])
-        *tree_columns, roots, rows = table
+        *tree_columns, roots, rows, unread = table
+        if step.outcome is not None:
+            tree_columns[-1] += step.outcome.counts_of(unread)
         tokens = step.sampled[:0] if drafts is None else drafts
         return Trees(tokens, parents_there, *tree_columns), roots, rows
 
-    def _move_accepted(self, works: Sequence[DraftedWork], path: torch.Tensor) -> None:
+    def _move_accepted(self, step: StepOnDevice, path: torch.Tensor) -> None:
         """Move KV of accepted guesses to where it stands in a sequence: guess ``i`` of a draft was
         computed ``i + 1`` places behind the root, however deep in the tree it is.
 
         Args:
             path: accepted guesses of each work's draft, int64 ``[works, width]``, then -1.
         """
-        pool, width = self._writer.kv, path.shape[1]
-        most = max(width, max(work.draft.size for work in works if work.draft))
+        works, pool, width = step.works, self._writer.kv, path.shape[1]
+        sizes = [work.unread + work.draft.size if work.draft else 0 for work in works]
         # What is not accepted moves inside the pool's extra page.
-        slots = np.full((len(works), most), pool.num_pages * pool.page_size, np.int64)
-        for row, work in zip(slots, works, strict=True):
-            if work.draft is not None:
-                places = np.arange(work.stop, work.stop + work.draft.size)
-                row[: len(places)] = token_slots(work.sequence.pages, places, pool.page_size)
+        extra_slot = pool.num_pages * pool.page_size
+        slots = np.full((len(works), max(width, *sizes)), extra_slot, np.int64)
+        for row, work, stop, size in zip(slots, works, step.stops, sizes, strict=True):
+            places = np.arange(stop, stop + size)
+            row[:size] = token_slots(work.sequence.pages, places, pool.page_size)
         there = to_device(slots, torch.int64, self._device)
-        accepted = path >= 0
-        extra = torch.full_like(path, pool.num_pages * pool.page_size)
-        source = torch.where(accepted, there.gather(1, path.clamp(min=0)), extra)
-        to = torch.where(accepted, there[:, :width], extra)
+        begins = torch.zeros_like(path[:, :1])
+        if step.outcome is not None:
+            unread = to_device(step.unread, torch.int64, self._device)
+            begins = step.outcome.counts_of(unread)[:, None]
+        places_of = begins + torch.arange(width, device=self._device)
+        accepted, extra = path >= 0, torch.full_like(path, extra_slot)
+        source = torch.where(accepted, there.gather(1, begins + path.clamp(min=0)), extra)
+        to = torch.where(accepted, there.gather(1, places_of.clamp(max=there.shape[1] - 1)), extra)
         self._move_tokens(source.flatten(), to.flatten())
 
     def catch_up(self) -> bool:

@@ -15,6 +15,7 @@ from pd.engine.draft_tree import DraftTree
 from pd.engine.penalties import Penalties
 from pd.engine.sampler import Sampler
 from pd.engine.sampling_state import Draw, SamplingState
+from pd.kernels.acceptance import Outcome
 
 torch.set_num_threads(1)
 VOCAB = 50
@@ -346,12 +347,14 @@ class TestEnding:
 @dataclass
 class Penalized:
     """A choice of the test below. ``unobserved``: row of the last step that sampled its last token,
-    which the host does not have yet."""
+    which the host does not have yet. ``unread``: tokens that came out of a draft in that step,
+    which the host does not have either."""
 
     state: SamplingState
     prompt: list[int]
     output: list[int] = field(default_factory=list)
     unobserved: int | None = None
+    unread: list[int] = field(default_factory=list)
 
     def adjusted(self, logits: torch.Tensor, drafted: list[int]) -> torch.Tensor:
         """The logits of one row, token by token."""
@@ -371,7 +374,7 @@ class TestPenaltiesOnTheDevice:
 
     def test_whatever_runs_beside_and_in_whatever_order(self, seed: int) -> None:
         """Choices come and go, skip steps, are drafted for, and go on before the host has their
-        last token."""
+        last token, or knows how many of their drafted tokens were accepted."""
         rng, vocab = random.Random(seed), 24
         torch.manual_seed(seed)
         table = Penalties(vocab, torch.device("cpu"))
@@ -389,6 +392,11 @@ class TestPenaltiesOnTheDevice:
                 made = SamplingState(params, np.array(prompt, np.int32), (), vocab)
                 live.append(Penalized(made, prompt))
             draws, expected, drafts = list[Draw](), [], list[int]()
+            # Works of the step before that had drafts, which the host has not read.
+            drafted = [each for each in live if each.unread]
+            out = [each.unread + [-1] * (5 - len(each.unread)) for each in drafted]
+            counts = torch.tensor([len(each.unread) - 1 for each in drafted], dtype=torch.int64)
+            outcome = Outcome(counts, torch.tensor(out, dtype=torch.int64).reshape(-1, 5))
             running: list[tuple[Penalized, int]] = []
             logits = torch.randn(4 * len(live), vocab)
             for each in rng.sample(live, rng.randrange(len(live) + 1)):
@@ -402,9 +410,13 @@ class TestPenaltiesOnTheDevice:
                 first = len(drafts)
                 drafts += [tokens[-1] for tokens in before[1:]]
                 # All rows, or only the last of a chain.
-                drawn = size if rng.random() < 0.2 else 0
+                drawn = size if rng.random() < 0.2 and not each.unread else 0
                 tree = DraftTree(np.array(parents, np.int32))
-                if drawn:
+                if each.unread:
+                    most, work = rng.randrange(len(each.unread), 6) - 1, drafted.index(each)
+                    unread = Draw(each.state, None, tree, first, unread=max(1, most), work=work)
+                    draws.append(unread)
+                elif drawn:
                     before = [drafts[first:]]
                     draws.append(Draw(each.state, None, None, first, drawn))
                 else:
@@ -412,7 +424,7 @@ class TestPenaltiesOnTheDevice:
                 for tokens in before:
                     expected.append(each.adjusted(logits[len(expected)], tokens))
             logits = logits[: len(expected)].clone()
-            step = table.prepare(draws, known, torch.tensor(drafts, dtype=torch.int64))
+            step = table.prepare(draws, known, torch.tensor(drafts, dtype=torch.int64), outcome)
             if step is not None:
                 table.apply(logits, step)
                 assert torch.allclose(logits, torch.stack(expected), atol=1e-6), f"seed {seed}"
@@ -421,8 +433,17 @@ class TestPenaltiesOnTheDevice:
                 if each.unobserved is not None:
                     each.state.observe(each.output[-1])
                     each.unobserved = None
+                for token in each.unread:
+                    each.state.observe(token)
+                if each.unread and any(each is one for one, _ in running):
+                    each.state.counted_ahead = 0
+                each.unread = []
             known = torch.randint(vocab, (len(expected),))
             for each, row in running:
+                if rng.random() < 0.3:
+                    each.unread = [rng.randrange(vocab) for _ in range(rng.randint(1, 5))]
+                    each.output += each.unread
+                    continue
                 each.output.append(int(known[row]))
                 if rng.random() < 0.5:
                     each.unobserved = row

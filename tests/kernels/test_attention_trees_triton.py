@@ -12,6 +12,7 @@ import torch
 from attention_cases import Case, DraftStep, poisoned_memory, random_tree
 from triton_device import DEVICE, SEED
 
+from pd.kernels.attention.base import UnreadStarts
 from pd.kernels.attention.triton_backend import TritonAttention
 from pd.kernels.attention.triton_work import Tiles
 from pd.kernels.kv_store import store_kv
@@ -97,11 +98,34 @@ def addresses(graph: TritonVerify | TritonDraft, *tensors: torch.Tensor) -> list
     return [tensor.data_ptr() for tensor in (*mine, *tensors)]
 
 
-def verified(graph: TritonVerify, case: Case, rows: int) -> torch.Tensor:
-    """Plan a verify graph for a case and replay it; the rest of its rows is padding."""
+def verified(
+    graph: TritonVerify, case: Case, rows: int, later: Sequence[tuple[int, int]] | None = None
+) -> torch.Tensor:
+    """Plan a verify graph for a case and replay it; the rest of its rows is padding.
+
+    Args:
+        later: for each sequence by how much it starts later than the host says, and how much that
+            may be at most.
+    """
     starts, lengths = np.array(case.shapes, np.int64).reshape(-1, 2).T
     tokens = int(lengths.sum())
-    graph.plan(starts, lengths, case.pages, case.trees)
+    if later is None:
+        graph.plan(starts, lengths, case.pages, case.trees)
+    else:
+        by, most = np.array(later, np.int64).T
+        # What a sequence may need and does not is neither read nor written: it is a page of others.
+        others = np.array([case.pages[0][0]] * int(most.max() + 1), np.int32)
+        pages = [np.concatenate((mine, others)) for mine in case.pages]
+        counts = torch.zeros(rows, dtype=torch.int64)
+        counts[:tokens] = torch.from_numpy(np.repeat(by, lengths))
+        unread = UnreadStarts(most, counts.to(DEVICE))
+        graph.plan(starts - by, lengths, pages, case.trees, unread)
+        assert (
+            graph.slots[:tokens].tolist()
+            == torch.cat(
+                [case.slots(i, s + n)[s:] for i, (s, n) in enumerate(case.shapes)]
+            ).tolist()
+        )
     q, k, v = (
         torch.cat((x[:tokens], torch.zeros(rows - tokens, *x.shape[1:], device=DEVICE)))
         for x in (case.q, case.k, case.v)
@@ -116,6 +140,17 @@ def verified(graph: TritonVerify, case: Case, rows: int) -> torch.Tensor:
 
 
 class TestVerify:
+    @pytest.mark.parametrize(("step", "shape"), every_cell(len(STEPS), 3))
+    def test_sequences_start_where_only_the_device_knows(self, step: int, shape: tuple) -> None:
+        case = make_case(STEPS[step], shape)
+        rng, rows = stdlib_random.Random(SEED), len(case.q) + 3
+        graph = TritonAttention(case.pool, case.q.shape[1]).verify_graph(rows, 700)
+        later = []
+        for start, _ in case.shapes:
+            by = rng.randint(0, min(start, 9))
+            later.append((by, by + rng.choice((0, 1, 40))))
+        assert_right(verified(graph, case, rows, later), case.reference())
+
     @pytest.mark.parametrize(("step", "shape"), every_cell(len(STEPS), 3))
     def test_steps_are_those_of_the_reference(self, step: int, shape: tuple) -> None:
         case = make_case(STEPS[step], shape)

@@ -271,7 +271,7 @@ def test_acceptance_on_the_device_that_differs_from_the_hosts_is_noticed(
         more = (found.last + 1 < trees.counts).long()
         last = found.last + more
         tokens = sampled[trees.rows + last + 1]
-        return Accepted(last, tokens, found.positions + more, found.path)
+        return Accepted(last, found.counts + more, tokens, found.positions + more, found.path)
 
     monkeypatch.setattr(eagle_drafter, "accept", one_more)
     notes = Notes(monkeypatch)

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from pd.engine.eagle import EagleWriter
     from pd.engine.model_runner import ForwardItem, ModelRunner
     from pd.engine.step_graphs import DecodeGraphs, MixedGraphs
+    from pd.kernels.acceptance import Outcome
 
     IntArray = npt.NDArray[np.int32]
     M = TypeVar("M", bound=RankMessage)
@@ -379,6 +380,11 @@ class LeadingRunner:
         """See :class:`pd.engine.model_runner.ModelRunner`."""
         return self._runner.mixed_graphs
 
+    @property
+    def takes_unread(self) -> bool:
+        """Other ranks do not have the outcome of a step before the host has read it."""
+        return False
+
     def move_tokens(self, source: torch.Tensor, to: torch.Tensor) -> None:
         """See :meth:`pd.engine.kv_pool.KVPool.move_tokens`; on all ranks.
 
@@ -402,12 +408,14 @@ class LeadingRunner:
         items: Sequence[ForwardItem],
         on_layers_done: Callable[[int, int], None] | None = None,
         previous_tokens: torch.Tensor | None = None,
+        outcome: Outcome | None = None,
     ) -> torch.Tensor:
-        """See :meth:`pd.engine.model_runner.ModelRunner.forward`.
+        """See :meth:`pd.engine.model_runner.ModelRunner.forward`; without ``outcome``.
 
         Raises:
             NodeFailedError: a worker is gone.
         """
+        assert outcome is None
         try:
             self._leader.announce(items, previous_tokens)
             return self._runner.forward(items, on_layers_done, previous_tokens)

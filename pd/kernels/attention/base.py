@@ -61,6 +61,20 @@ class AttentionBatch:
     trees: Sequence[BoolArray | None] | None = None
 
 
+@dataclass(frozen=True)
+class UnreadStarts:
+    """By how much the sequences of a step start later than the host knows.
+
+    Attributes:
+        most: of each sequence at most; int64 ``[sequences]``.
+        rows: of each row of the graph, int64 ``[rows]`` on the device: those of a sequence are
+            equal, those of padding 0.
+    """
+
+    most: Int64Array
+    rows: torch.Tensor
+
+
 class PlannedAttention(ABC):
     """Grouped-query attention of one planned step, an argument of a model's forward pass: causal,
     or along the branches of trees.
@@ -140,7 +154,12 @@ class VerifyAttention(PlannedAttention):
 
     Addresses stay the same and a plan is for the replay that follows it, as with
     :class:`DecodeAttention`.
+
+    Attributes:
+        takes_unread: whether :meth:`plan` takes ``unread``.
     """
+
+    takes_unread = False
 
     @abstractmethod
     def plan(
@@ -149,6 +168,7 @@ class VerifyAttention(PlannedAttention):
         lengths: Int64Array,
         pages: Sequence[IntArray],
         trees: Sequence[BoolArray | None] | None = None,
+        unread: UnreadStarts | None = None,
     ) -> None:
         """Queue the copies that prepare the next replay, waiting no longer than
         :meth:`DecodeAttention.plan`.
@@ -159,6 +179,7 @@ class VerifyAttention(PlannedAttention):
                 :data:`~pd.kernels.attention.trees.MAX_TREE`, int64; together at most as many as the
                 graph has. Tokens after them are padding: they are written to the pool's extra page,
                 which is all they attend to.
+            unread: what is to be added to ``starts`` on the device; ``pages`` cover that, too.
         """
 
 

@@ -25,12 +25,38 @@ from pd.kernels.triton_launch import launch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pd.kernels.attention.base import BoolArray, IntArray
+    from pd.kernels.attention.base import BoolArray, IntArray, PagedKV, UnreadStarts
     from pd.kernels.attention.triton_backend import Kernel, TritonAttention
     from pd.kernels.staging import Array
 
 # Rows that one program of the kernel that computes slots looks up.
 _LOCATED = 128
+
+
+def locate(
+    pool: PagedKV,
+    slots: torch.Tensor,
+    places: torch.Tensor,
+    limits: torch.Tensor,
+    firsts: torch.Tensor,
+    tables: torch.Tensor,
+) -> None:
+    """Fill ``slots``; arguments as of :func:`pd.kernels.attention.triton_kernel.locate_tokens`."""
+    rows = len(slots)
+    launch(
+        locate_tokens,
+        (-(-rows // _LOCATED),),
+        slots.device,
+        slots,
+        places,
+        limits,
+        firsts,
+        tables,
+        rows,
+        pool.num_pages * pool.page_size,
+        PAGE_SIZE=pool.page_size,
+        BLOCK=_LOCATED,
+    )
 
 
 class _FixedLaunches:
@@ -89,16 +115,17 @@ class _FixedLaunches:
         q: torch.Tensor,
         masks: torch.Tensor | None = None,
         bases: torch.Tensor | None = None,
+        places: torch.Tensor | None = None,
         *,
         fills: bool = False,
     ) -> torch.Tensor:
-        """Do the planned work; ``masks`` and ``bases`` as in
+        """Do the planned work; ``masks``, ``bases`` and ``places`` as in
         :func:`~pd.kernels.attention.triton_kernel.paged_attention`. Rows without work are 0 if
         ``fills``, else undefined."""
         make = torch.zeros if fills else torch.empty
         out = make(q.shape, dtype=q.dtype, device=q.device)
         for kernel, work in zip(self._kernels, self.works, strict=True):
-            kernel.launch(layer, q, out, work, self.tables, masks, bases)
+            kernel.launch(layer, q, out, work, self.tables, masks, bases, places)
         return out
 
     def _layout(
@@ -133,12 +160,15 @@ class TritonDecode(DecodeAttention):
 
 
 class TritonVerify(VerifyAttention):
-    """The kernel for trees, also where all sequences have chains."""
+    """The kernel for trees, also where all sequences have chains. It reads where sequences start
+    when it runs."""
+
+    takes_unread = True
 
     def __init__(self, backend: TritonAttention, rows: int, max_context: int) -> None:
         self.pool, self._rows = backend.pool, rows
         self._kernel = backend.tree_kernel(rows)
-        dtypes = [np.int64, np.int64]
+        dtypes = [np.int64] * 4 + [np.int32] * 2
         kernels = [(self._kernel, rows)]
         self._launch = _FixedLaunches(backend, kernels, rows, rows, max_context, dtypes)
         none = np.empty(0, np.int64)
@@ -150,6 +180,7 @@ class TritonVerify(VerifyAttention):
         lengths: Int64Array,
         pages: Sequence[IntArray],
         trees: Sequence[BoolArray | None] | None = None,
+        unread: UnreadStarts | None = None,
     ) -> None:
         assert (lengths <= MAX_TREE).all(), f"more than {MAX_TREE} new tokens of a sequence"
         missing = self._rows - int(lengths.sum())
@@ -157,16 +188,31 @@ class TritonVerify(VerifyAttention):
         if trees is not None:
             trees = [*trees, *[None] * missing]
         starts, lengths = extended(starts, missing, 0), extended(lengths, missing, 1)
-        tables = padded_tables(self.pool, pages, starts + lengths)
+        most = np.zeros(len(starts), np.int64)
+        if unread is not None:
+            most[: len(unread.most)] = unread.most
+        ends = starts + lengths + most
+        tables = padded_tables(self.pool, pages, ends)
         slots = tables.slots(np.arange(len(starts)), starts, lengths)
         rows = np.cumsum(lengths) - lengths
         size = self._kernel.tile_tokens
-        tiles = Tiles.cut(rows, starts, lengths, tables.offsets, size, trees=True)
-        arrays = [slots, tree_masks(lengths, trees)]
-        self.slots, self._masks = self._launch.plan(arrays, [tiles], tables)
+        tiles = Tiles.cut(rows, starts, lengths, tables.offsets, size, trees=True, most=most)
+        bases = np.repeat(starts, lengths)
+        places = bases + np.arange(len(bases)) - np.repeat(rows, lengths)
+        arrays = [
+            *(slots, tree_masks(lengths, trees), bases, places),
+            *(np.repeat(each, lengths).astype(np.int32) for each in (ends, tables.offsets)),
+        ]
+        self.slots, self._masks, self._bases, self._places, limits, firsts = self._launch.plan(
+            arrays, [tiles], tables
+        )
+        if unread is not None:
+            self._bases.add_(unread.rows)
+            self._places.add_(unread.rows)
+            locate(self.pool, self.slots, self._places, limits, firsts, self._launch.tables)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return self._launch.attend(layer, q, self._masks)
+        return self._launch.attend(layer, q, self._masks, self._bases, self._places)
 
 
 class TritonMixed(MixedAttention):
@@ -232,20 +278,8 @@ class TritonDraft(DraftAttention):
         self._limits, self._firsts = self._launch.plan(arrays, [tiles], tables)
 
     def locate(self) -> None:
-        launch(
-            locate_tokens,
-            (-(-self._rows // _LOCATED),),
-            self.slots.device,
-            self.slots,
-            self.places,
-            self._limits,
-            self._firsts,
-            self._launch.tables,
-            self._rows,
-            self.pool.num_pages * self.pool.page_size,
-            PAGE_SIZE=self.pool.page_size,
-            BLOCK=_LOCATED,
-        )
+        tables = self._launch.tables
+        locate(self.pool, self.slots, self.places, self._limits, self._firsts, tables)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return self._launch.attend(layer, q, self.masks, self.bases)

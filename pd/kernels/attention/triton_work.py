@@ -41,8 +41,13 @@ class Tiles:
         size: int,
         *,
         trees: bool = False,
+        most: Int64Array | None = None,
     ) -> Tiles:
-        """Cut chunks of ``lengths`` tokens, or ``trees`` of them, into tiles of ``size``."""
+        """Cut chunks of ``lengths`` tokens, or ``trees`` of them, into tiles of ``size``.
+
+        Args:
+            most: by how much each may start later.
+        """
         counts = -(-lengths // size)
         chunk = np.repeat(np.arange(len(lengths)), counts)
         offsets = (np.arange(len(chunk)) - np.repeat(np.cumsum(counts) - counts, counts)) * size
@@ -53,7 +58,7 @@ class Tiles:
             tokens,
             starts[chunk] if trees else positions,
             tables[chunk],
-            positions + tokens,
+            positions + tokens + (0 if most is None else most[chunk]),
         )
 
     @classmethod
