@@ -12,6 +12,7 @@ import torch
 from attention_cases import Case, DraftStep, random_tree
 
 from pd.kernels.attention import find_attention_backend
+from pd.kernels.attention.base import UnreadStarts
 from pd.kernels.kv_store import store_kv
 
 if TYPE_CHECKING:
@@ -107,15 +108,25 @@ def test_verify_graphs_follow_their_plans(
             [np.arange(0), *(np.arange(ends[i] - case.shapes[i][1], ends[i]) for i in members)]
         )
         starts, lengths = np.array([case.shapes[i] for i in members], np.int64).reshape(-1, 2).T
-        verify.plan(
-            starts, lengths, [case.pages[i] for i in members], [case.trees[i] for i in members]
-        )
-        for ours, theirs in zip(inputs, (case.q, case.k, case.v), strict=True):
-            ours[: len(taken)] = theirs[torch.from_numpy(taken).to(DEVICE)]
-        out.fill_(float("nan"))
-        graph.replay()
-        assert not out.isnan().any()
-        torch.testing.assert_close(out[: len(taken)].float().cpu(), expected[taken], **BF16)
+        pages, trees = [case.pages[i] for i in members], [case.trees[i] for i in members]
+        # Once as the host says, once where only the device knows where the sequences start.
+        for later in (False, True):
+            by = np.minimum(starts, random.integers(0, 9, len(members))) * later
+            unread = None
+            if later:
+                most = by + random.integers(0, 40, len(members))
+                counts = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
+                counts[: len(taken)] = torch.from_numpy(np.repeat(by, lengths)).to(DEVICE)
+                unread = UnreadStarts(most, counts)
+                # What a sequence may need and does not is neither read nor written.
+                pages = [np.concatenate((mine, np.repeat(case.pages[0][:1], 50))) for mine in pages]
+            verify.plan(starts - by, lengths, pages, trees, unread)
+            for ours, theirs in zip(inputs, (case.q, case.k, case.v), strict=True):
+                ours[: len(taken)] = theirs[torch.from_numpy(taken).to(DEVICE)]
+            out.fill_(float("nan"))
+            graph.replay()
+            assert not out.isnan().any()
+            torch.testing.assert_close(out[: len(taken)].float().cpu(), expected[taken], **BF16)
 
 
 @over_shapes
