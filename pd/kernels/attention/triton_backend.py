@@ -137,12 +137,12 @@ class Kernel:
         tables: torch.Tensor,
         masks: torch.Tensor | None = None,
         bases: torch.Tensor | None = None,
-        places: torch.Tensor | None = None,
+        token_positions: torch.Tensor | None = None,
     ) -> None:
         """Attend ``work``'s rows of ``q`` into the same rows of ``out``; ``masks``, ``bases`` and
-        ``places`` as in :func:`paged_attention`."""
+        ``token_positions`` as in :func:`paged_attention`."""
         precision = "ieee" if q.dtype == torch.float32 else "tf32"
-        seen = {"masks": masks, "bases": bases, "places": places}
+        seen = {"masks": masks, "bases": bases, "token_positions": token_positions}
         given = [tensor for tensor in seen.values() if tensor is not None]
         missing = {name: None for name, tensor in seen.items() if tensor is None}
         launch(

@@ -115,17 +115,17 @@ class _FixedLaunches:
         q: torch.Tensor,
         masks: torch.Tensor | None = None,
         bases: torch.Tensor | None = None,
-        places: torch.Tensor | None = None,
+        token_positions: torch.Tensor | None = None,
         *,
         fills: bool = False,
     ) -> torch.Tensor:
-        """Do the planned work; ``masks``, ``bases`` and ``places`` as in
+        """Do the planned work; ``masks``, ``bases`` and ``token_positions`` as in
         :func:`~pd.kernels.attention.triton_kernel.paged_attention`. Rows without work are 0 if
         ``fills``, else undefined."""
         make = torch.zeros if fills else torch.empty
         out = make(q.shape, dtype=q.dtype, device=q.device)
         for kernel, work in zip(self._kernels, self.works, strict=True):
-            kernel.launch(layer, q, out, work, self.tables, masks, bases, places)
+            kernel.launch(layer, q, out, work, self.tables, masks, bases, token_positions)
         return out
 
     def _layout(

@@ -180,7 +180,7 @@ def paged_attention(
     scale,
     masks,
     bases,
-    places,
+    token_positions,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -209,7 +209,8 @@ def paged_attention(
         masks: int64, one for each token, or None if all tokens are causal. Bit i stands for the key
             i positions behind the first token of the tree, or behind the token's base.
         bases: int64, for each token the position before which it sees all keys. None if work items
-            say it. places: int64, positions of the tokens, if they are of trees that begin at their
+            say it.
+        token_positions: int64, positions of the tokens, if they are of trees that begin at their
             bases; work items then say no more than how far their keys may reach. None if tiles are
             single tokens, or without bases.
         ROWS: of a tile, ``tokens * GROUP`` at most; BLOCK_M: that rounded up for ``tl.dot``.
@@ -251,15 +252,19 @@ def paged_attention(
     keys += head * HEAD_DIM
     values += head * HEAD_DIM
     SEEN: tl.constexpr = (
-        "causal" if masks is None else "trees" if bases is None or places is not None else "drafts"
+        "causal"
+        if masks is None
+        else "trees"
+        if bases is None or token_positions is not None
+        else "drafts"
     )
     base = position
     reach = position + token
     if SEEN == "causal":
         base += 1
-    elif places is not None:
+    elif token_positions is not None:
         base = tl.load(bases + row).to(tl.int32)
-        end = tl.minimum(end, tl.load(places + row + tokens - 1).to(tl.int32) + 1)
+        end = tl.minimum(end, tl.load(token_positions + row + tokens - 1).to(tl.int32) + 1)
     elif SEEN == "drafts":
         base = tl.minimum(tl.load(bases + row), end).to(tl.int32)
         end = tl.minimum(end, base + 64)  # the bits of a mask
