@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pd.engine.model_runner import ForwardItem, ModelRunner
-    from pd.kernels.acceptance import Outcome
+    from pd.engine.step_outcome import StepOutcome
     from pd.kernels.attention import AttentionBackend
     from pd.kernels.attention.base import Int64Array, IntArray, PlannedAttention
 
@@ -188,7 +188,7 @@ class StepGraphs(ABC):
         self,
         items: Sequence[ForwardItem],
         previous_tokens: torch.Tensor | None,
-        outcome: Outcome | None = None,
+        outcome: StepOutcome | None = None,
     ) -> torch.Tensor:
         """See :meth:`pd.engine.model_runner.ModelRunner.forward`. The logits are overwritten by the
         next run."""
@@ -236,7 +236,7 @@ class StepGraphs(ABC):
         return graph.logits.index_select(0, chosen)
 
     def _unread(
-        self, items: Sequence[ForwardItem], lengths: Int64Array, rows: int, outcome: Outcome
+        self, items: Sequence[ForwardItem], lengths: Int64Array, rows: int, outcome: StepOutcome
     ) -> UnreadStarts:
         works = np.full(rows, -1, np.int64)
         of_items = np.fromiter((item.work for item in items), np.int64, len(items))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pd.engine.eagle import EagleWriter
     from pd.engine.kv_pool import KVPool
     from pd.engine.step_graphs import DecodeGraphs, MixedGraphs, VerifyGraphs
-    from pd.kernels.acceptance import Outcome
+    from pd.engine.step_outcome import StepOutcome
     from pd.kernels.attention import AttentionBackend
     from pd.models.causal_lm import CausalLM
 
@@ -83,7 +83,7 @@ class ForwardItem:
         return seen
 
 
-def _read(items: Sequence[ForwardItem], outcome: Outcome) -> list[ForwardItem]:
+def _read(items: Sequence[ForwardItem], outcome: StepOutcome) -> list[ForwardItem]:
     """Wait for the outcome of the step before, and put the items where they begin."""
     counts = outcome.counts.tolist()
     return [
@@ -238,7 +238,7 @@ class ModelRunner:
         items: Sequence[ForwardItem],
         on_layers_done: Callable[[int, int], None] | None = None,
         previous_tokens: torch.Tensor | None = None,
-        outcome: Outcome | None = None,
+        outcome: StepOutcome | None = None,
     ) -> torch.Tensor:
         """Compute new tokens, leaving their KV in the pool.
 
@@ -271,7 +271,7 @@ class ModelRunner:
         self,
         items: Sequence[ForwardItem],
         previous_tokens: torch.Tensor | None,
-        outcome: Outcome | None,
+        outcome: StepOutcome | None,
     ) -> torch.Tensor | None:
         """:meth:`forward` by a graph; None if none fits. All ranks choose the same, since they sum
         tensors of the graph's size."""

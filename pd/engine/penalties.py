@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pd.engine.sampling_state import Draw, SamplingState
-    from pd.kernels.acceptance import Outcome
+    from pd.engine.step_outcome import StepOutcome
 
 # Rows of the table at first; it grows by doubling.
 _FIRST_ROWS = 4
@@ -74,7 +74,7 @@ class Penalties:
         draws: Sequence[Draw],
         previous: torch.Tensor | None,
         drafts: torch.Tensor | None,
-        outcome: Outcome | None = None,
+        outcome: StepOutcome | None = None,
     ) -> PenalizedRows | None:
         """Upload what :meth:`apply` needs; None if no state has penalties. What the states' choices
         have output since their last step is taken from them: if :meth:`apply` is not reached, they
@@ -91,7 +91,6 @@ class Penalties:
             return None
         step = _CollectedRows()
         row = 0
-        of_works = 0 if previous is None else len(previous)
         for draw in draws:
             choice = draw.state
             first, row = row, row + draw.num_rows
@@ -110,7 +109,8 @@ class Penalties:
                 choice.counted_ahead += 1
             if draw.unread:
                 assert outcome is not None and outcome.tokens is not None
-                begin = of_works + draw.work * outcome.tokens.shape[1]
+                begin = 0 if previous is None else len(previous)
+                begin += draw.work * outcome.tokens.shape[1]
                 step.counted += [(place, -1, begin + i) for i in range(1 + draw.unread)]
                 choice.counted_ahead += 1 + draw.unread
             step.add(draw, place, range(first, row))

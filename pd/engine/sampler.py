@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from pd.kernels.acceptance import Outcome
+    from pd.engine.step_outcome import StepOutcome
 
     IntArray = npt.NDArray[np.int32]
     Int64Array = npt.NDArray[np.int64]
@@ -184,7 +184,7 @@ class Sampler:
         draws: Sequence[Draw],
         previous: torch.Tensor | None = None,
         drafts: torch.Tensor | None = None,
-        outcome: Outcome | None = None,
+        outcome: StepOutcome | None = None,
     ) -> PreparedDraws:
         """Upload the inputs of :meth:`launch`. All that is prepared is launched, in the same order,
         but for what fails; see :meth:`pd.engine.penalties.Penalties.prepare`.

@@ -70,22 +70,6 @@ class Accepted(NamedTuple):
         return torch.cat((samples[rows.clamp(max=most)][:, None], after), dim=1)
 
 
-class Outcome(NamedTuple):
-    """What came out of the works of a step, before the host has read it.
-
-    Attributes:
-        counts: int64 ``[works]``, the number of guesses that were accepted.
-        tokens: see :meth:`Accepted.sampled`; None where nothing needs them.
-    """
-
-    counts: torch.Tensor
-    tokens: torch.Tensor | None
-
-    def counts_of(self, works: torch.Tensor) -> torch.Tensor:
-        """The counts of some works, int64 as ``works``, in which -1 stands for none: 0."""
-        return torch.nn.functional.pad(self.counts, (0, 1))[works]
-
-
 def accept(sampled: torch.Tensor, trees: Trees, width: int = 0) -> Accepted:
     """Follow the accepted guesses of every draft; on a GPU this is only queued.
 

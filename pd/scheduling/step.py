@@ -20,7 +20,6 @@ from pd.core.seldom import Seldom
 from pd.engine.device_copy import DeviceTimer, HostCopy, to_device
 from pd.engine.model_runner import ForwardItem
 from pd.engine.sampling_state import Draw
-from pd.kernels.acceptance import Outcome
 from pd.speculative.drafter import DraftRequest, StepOnDevice
 
 if TYPE_CHECKING:
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
     from pd.engine.model_runner import ModelRunner
     from pd.engine.sampler import PromptLogprobs, SampledToken, Sampler, Samples
     from pd.engine.sampling_state import SamplingState
+    from pd.engine.step_outcome import StepOutcome
     from pd.engine.tensor_parallel.leader import LeadingRunner
-    from pd.kernels.acceptance import Accepted
     from pd.speculative.draft import Draft, DraftedTokens
     from pd.speculative.drafter import Drafter
 
@@ -182,7 +181,7 @@ class LaunchedStep:
     Attributes:
         works: not to be changed until :meth:`complete` has returned.
         samples: samples of all works, in their order.
-        accepted: what was accepted, as the device finds out; None if it does not.
+        outcome: what was accepted, as the device finds out; None if it does not.
         drafted: the step's drafted tokens that the host does not have, and their copies.
         prompt_logprobs: log probabilities of works that want them.
         began: monotonic time at which drafting began, or else the launch.
@@ -193,7 +192,7 @@ class LaunchedStep:
 
     works: list[Work]
     samples: Samples
-    accepted: Accepted | None
+    outcome: StepOutcome | None
     drafted: tuple[list[DraftedTokens], HostCopy]
     prompt_logprobs: list[tuple[Work, PromptLogprobs]]
     began: float
@@ -230,8 +229,8 @@ class _DeviceTokens:
     def __init__(self, previous: LaunchedStep | None, works: list[Work]) -> None:
         parts: list[torch.Tensor] = []
         if previous is not None and any(work.unread for work in works):
-            assert previous.accepted is not None, "only the host finds out what is accepted"
-            parts.append(previous.accepted.tokens)
+            assert previous.outcome is not None, "only the host finds out what is accepted"
+            parts.append(previous.outcome.ends)
         self._first_sample = sum(len(part) for part in parts)
         if any(work.follows is not None for work in works):
             assert previous is not None
@@ -317,16 +316,17 @@ def launch(
             if work.draft is not None:
                 work.forced = simulate(work.draft.tree.size)
     rows, roots, draws = _draws(works, items, known)
-    outcome = _outcome(previous, draws)
+    unread = any(work.unread for work in works)
+    before = previous.outcome if previous is not None and unread else None
     # NOTE: as they are here. Accounting for the step before, which rules ask for, settles them.
-    stops, unread = [work.stop for work in works], [item.work for item in items]
+    stops, follow = [work.stop for work in works], [item.work for item in items]
     ruled = any(draw.state.rules is not None for draw in draws)
     # Rules need the drafted tokens before the pass is over.
     drafted = known.copies() if ruled else None
-    logits = runner.forward(items, on_layers_done, known.tokens, outcome)
+    logits = runner.forward(items, on_layers_done, known.tokens, before)
     # NOTE: after the launch of the pass, for which a GPU may be waiting.
-    before = None if previous is None else previous.samples.tokens
-    prepared = sampler.prepare(draws, before, known.drafts, outcome)
+    sampled = None if previous is None else previous.samples.tokens
+    prepared = sampler.prepare(draws, sampled, known.drafts, before)
     prompt_logprobs = _prompt_logprobs(sampler, works, items, logits)
     if rows != list(range(len(logits))):
         logits = logits.index_select(0, to_device(rows, torch.int64, logits.device))
@@ -341,36 +341,21 @@ def launch(
         masks = sampler.fill_masks(prepared, known.on_host(drafted))
     samples = sampler.launch(logits, prepared, masks)
     drafted = drafted or known.copies()
-    accepted = None
+    outcome = None
     if drafter is not None:
         behind = time.monotonic()
         timer.split()
         firsts = [0 if work.draft is None else known.place(work.draft) for work in works]
-        accepted = _follow(
-            drafter,
-            StepOnDevice(
-                *(works, roots, samples.tokens, known.drafts, firsts, stops, unread, outcome)
-            ),
-        )
+        made = samples.tokens, known.drafts, firsts, stops, follow, before
+        outcome = _follow(drafter, StepOnDevice(works, roots, *made))
         draft_seconds += time.monotonic() - behind
     copies = known.missing, drafted
     timer.stop()
     for place, work in enumerate(works):
-        work.place = -1 if accepted is None else place
+        work.place = -1 if outcome is None else place
     return LaunchedStep(
-        works, samples, accepted, copies, prompt_logprobs, began, draft_seconds, timer
+        works, samples, outcome, copies, prompt_logprobs, began, draft_seconds, timer
     )
-
-
-def _outcome(previous: LaunchedStep | None, draws: list[Draw]) -> Outcome | None:
-    """What the step before accepted, for draws that follow it unread; None if none does."""
-    if previous is None or previous.accepted is None or not any(draw.unread for draw in draws):
-        return None
-    tokens, samples = None, previous.samples.tokens
-    if any(draw.unread and draw.state.has_penalties for draw in draws):
-        rows = to_device([work.row for work in previous.works], torch.int64, samples.device)
-        tokens = previous.accepted.sampled(samples, rows)
-    return Outcome(previous.accepted.counts, tokens)
 
 
 def _draws(
@@ -422,7 +407,7 @@ def _begin(drafter: Drafter, works: list[Work], *, reads_states: bool) -> None:
             work.reread = reads_states and work.start > 0
 
 
-def _follow(drafter: Drafter, step: StepOnDevice) -> Accepted | None:
+def _follow(drafter: Drafter, step: StepOnDevice) -> StepOutcome | None:
     """Draft behind a step. If the drafter raises, no guess of a tree counts as accepted, since its
     KV may not be where it belongs.
 

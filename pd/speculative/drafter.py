@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from pd.core.request import Sequence as TokenSequence
     from pd.engine.sampling_state import SamplingState
-    from pd.kernels.acceptance import Accepted, Outcome
+    from pd.engine.step_outcome import StepOutcome
     from pd.speculative.draft import Draft
     from pd.speculative.ngram_cache import NgramCache
 
@@ -65,9 +65,9 @@ class StepOnDevice:
         drafts: the step's drafted tokens, int64, or None without any.
         first_drafts: where the draft of each work begins in ``drafts``.
         stops: position of the token after each root, without unread guesses.
-        unread: for each work the index in ``outcome`` of the work that it follows with unread
+        unread: for each work the index in ``before`` of the work that it follows with unread
             guesses, or -1.
-        outcome: what the step before accepted, or None if the host has read it.
+        before: what came out of the step before, or None if the host has read it.
     """
 
     works: Sequence[DraftedWork]
@@ -77,7 +77,7 @@ class StepOnDevice:
     first_drafts: Sequence[int]
     stops: Sequence[int]
     unread: Sequence[int]
-    outcome: Outcome | None
+    before: StepOutcome | None
 
 
 class Drafter(ABC):
@@ -118,14 +118,13 @@ class Drafter(ABC):
         """Prepare works for a step that is about to be launched, before anything is drafted for it.
         Called by the thread that launches steps, for every step."""
 
-    def follow(self, step: StepOnDevice) -> Accepted | None:
+    def follow(self, step: StepOnDevice) -> StepOutcome | None:
         """Note what a step that was just launched leaves on the device, and set ``ahead`` of the
         sequences whose work has an ``ahead_limit``. On a GPU this is only queued. Called by the
         thread that launches steps, for every step.
 
         Returns:
-            What was accepted, on the device, with paths where a choice has penalties; None if this
-            is found out by the host alone.
+            What came out of the step; None if only the host finds out.
         """
         return None
 

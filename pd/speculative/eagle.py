@@ -20,6 +20,7 @@ import torch
 
 from pd.engine.device_copy import to_device
 from pd.engine.eagle import NO_ROW, CarriedState
+from pd.engine.step_outcome import StepOutcome
 from pd.kernels.acceptance import Trees, accept
 from pd.kernels.drafting import (
     DraftRoots,
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from pd.engine.device_copy import HostCopy
     from pd.engine.eagle import EagleWriter
     from pd.engine.sampling_state import SamplingState
-    from pd.kernels.acceptance import Accepted
     from pd.kernels.attention import AttentionBackend
     from pd.kernels.attention.base import DraftAttention
     from pd.kernels.staging import Array
@@ -168,7 +168,7 @@ class EagleDrafter(Drafter):
         self.catch_up()
 
     @torch.inference_mode()
-    def follow(self, step: StepOnDevice) -> Accepted | None:
+    def follow(self, step: StepOnDevice) -> StepOutcome | None:
         """See :class:`pd.speculative.drafter.Drafter`."""
         self._copy_states(step)
         works = step.works
@@ -199,7 +199,8 @@ class EagleDrafter(Drafter):
             made = self._draft(asks, _Ends(found.tokens, found.positions, asking))
             for ask, draft in zip(asks, made, strict=True):
                 ask.sequence.ahead = draft
-        return found
+        tokens = found.sampled(step.sampled, trees.rows) if counting else None
+        return StepOutcome(found.counts, found.tokens, tokens)
 
     def _upload(
         self, step: StepOnDevice, states: Sequence[CarriedState]
@@ -224,8 +225,8 @@ class EagleDrafter(Drafter):
         )
         table, parents_there = self._staging.upload([np.array(columns, np.int64), parents])
         *tree_columns, roots, rows, unread = table
-        if step.outcome is not None:
-            tree_columns[-1] += step.outcome.counts_of(unread)
+        if step.before is not None:
+            tree_columns[-1] += step.before.counts_of(unread)
         tokens = step.sampled[:0] if drafts is None else drafts
         return Trees(tokens, parents_there, *tree_columns), roots, rows
 
@@ -246,9 +247,9 @@ class EagleDrafter(Drafter):
             row[:size] = token_slots(work.sequence.pages, places, pool.page_size)
         there = to_device(slots, torch.int64, self._device)
         begins = torch.zeros_like(path[:, :1])
-        if step.outcome is not None:
+        if step.before is not None:
             unread = to_device(step.unread, torch.int64, self._device)
-            begins = step.outcome.counts_of(unread)[:, None]
+            begins = step.before.counts_of(unread)[:, None]
         places_of = begins + torch.arange(width, device=self._device)
         accepted, extra = path >= 0, torch.full_like(path, extra_slot)
         source = torch.where(accepted, there.gather(1, begins + path.clamp(min=0)), extra)

@@ -15,7 +15,7 @@ from pd.engine.draft_tree import DraftTree
 from pd.engine.penalties import Penalties
 from pd.engine.sampler import Sampler
 from pd.engine.sampling_state import Draw, SamplingState
-from pd.kernels.acceptance import Outcome
+from pd.engine.step_outcome import StepOutcome
 
 torch.set_num_threads(1)
 VOCAB = 50
@@ -396,7 +396,8 @@ class TestPenaltiesOnTheDevice:
             drafted = [each for each in live if each.unread]
             out = [each.unread + [-1] * (5 - len(each.unread)) for each in drafted]
             counts = torch.tensor([len(each.unread) - 1 for each in drafted], dtype=torch.int64)
-            outcome = Outcome(counts, torch.tensor(out, dtype=torch.int64).reshape(-1, 5))
+            tokens = torch.tensor(out, dtype=torch.int64).reshape(-1, 5)
+            outcome = StepOutcome(counts, counts, tokens)
             running: list[tuple[Penalized, int]] = []
             logits = torch.randn(4 * len(live), vocab)
             for each in rng.sample(live, rng.randrange(len(live) + 1)):

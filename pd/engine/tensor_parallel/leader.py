@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from pd.engine.eagle import EagleWriter
     from pd.engine.model_runner import ForwardItem, ModelRunner
     from pd.engine.step_graphs import DecodeGraphs, MixedGraphs
-    from pd.kernels.acceptance import Outcome
+    from pd.engine.step_outcome import StepOutcome
 
     IntArray = npt.NDArray[np.int32]
     M = TypeVar("M", bound=RankMessage)
@@ -408,7 +408,7 @@ class LeadingRunner:
         items: Sequence[ForwardItem],
         on_layers_done: Callable[[int, int], None] | None = None,
         previous_tokens: torch.Tensor | None = None,
-        outcome: Outcome | None = None,
+        outcome: StepOutcome | None = None,
     ) -> torch.Tensor:
         """See :meth:`pd.engine.model_runner.ModelRunner.forward`; without ``outcome``.
 
