@@ -1,0 +1,67 @@
+"""The kernels of drafts compile for a GPU that is not here: the interpreter accepts more than the
+compiler does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+# Compiled in a process of its own, since the other tests interpret kernels.
+PROGRAM = """
+import itertools
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from pd.kernels import acceptance_triton, penalties_triton
+from pd.kernels.attention import triton_kernel
+
+def compiled(kernel, pointers, numbers, constants):
+    missing = set(kernel.arg_names) - pointers.keys() - numbers.keys() - constants.keys()
+    assert not missing, f"{kernel.__name__} has other arguments: {missing}"
+    types = pointers | numbers | {name: "constexpr" for name in constants}
+    source = ASTSource(fn=kernel, signature=types, constexprs=constants)
+    triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    print(kernel.__name__)
+
+def int64(names):
+    return {name: "*i64" for name in names.split()}
+
+pool = {"out": "*bf16", "q": "*bf16", "keys": "*bf16", "values": "*bf16", "num_items": "*i32"}
+pool |= {"items": "*i32", "tables": "*i32", "partials": "*fp32", "partial_lse": "*fp32"}
+numbers = {"q_stride": "i32", "scale": "fp32"}
+shape = {"KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "PAGE_SIZE": 16, "NUM_FIELDS": 9, "ROWS": 16}
+shape |= {"MERGE_ROWS": 8, "MERGE_SPLITS": 8, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_D": 128}
+shape |= {"PRECISION": "tf32", "PDL": False}
+seen = ["masks", "bases", "token_positions"]
+for count in range(len(seen) + 1):
+    given = int64(" ".join(seen[:count]))
+    without = dict.fromkeys(seen[count:])
+    attention = pool | {"arrivals": "*i32"} | given
+    compiled(triton_kernel.paged_attention, attention, numbers, shape | without)
+tokens = int64("slots places") | {"limits": "*i32", "firsts": "*i32", "tables": "*i32"}
+sizes = {"rows": "i32", "extra_slot": "i32"}
+block = {"PAGE_SIZE": 16, "BLOCK": 128, "PDL": False}
+compiled(triton_kernel.locate_tokens, tokens, sizes, block)
+drafts = int64("sampled guesses parents rows firsts counts forced stops")
+drafts |= int64("last counted tokens positions path")
+for width in (0, 4):
+    compiled(acceptance_triton._follow, drafts, {}, {"WIDTH": width, "PDL": False})
+counted = {"counts": "*i32"} | int64("places tokens sampled_rows sampled")
+pairs = {"vocab": "i32", "num_pairs": "i32"}
+compiled(penalties_triton._count_tokens, counted, pairs, {"PAIRS": 128, "PDL": False})
+"""
+
+
+def test_kernels_of_drafts_compile() -> None:
+    plain = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=plain, capture_output=True, text=True, timeout=300
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert ran.stdout.split().count("paged_attention") == 4
