@@ -9,10 +9,11 @@ Three ways to tokenize off the event loop take turns, and find the same tokens:
 - `library`: all texts of a round are one call, which spreads them over threads of the library's on
   all cores. No result is there before the last one.
 
-The work is a closed loop: each request sends its next texts when it has the tokens of the last
-ones. Texts of 32 bytes, which the proxy tokenizes on the loop, show what the way to a thread and
-back costs. Meanwhile the loop has either nothing else to do, or half a millisecond of Python code
-every millisecond, as if it streamed (`busy`).
+`64 x 4 KiB` are 64 concurrent requests with a text of 4 KiB each, `256 x 1 KiB in one` is a request
+with 256 texts. Each request sends its next texts when it has the tokens of the last ones. Texts of
+32 bytes, which the proxy tokenizes on the loop, show what the way to a thread and back costs.
+Meanwhile the loop has either nothing else to do (`idle`), or half a millisecond of Python code each
+millisecond, as if it streamed (`busy`).
 
 `cpu_us` is processor time of the process per text, without what the loop does every millisecond.
 `switches` is how often a thread other than the loop's has waited per text, for the interpreter or
@@ -92,10 +93,10 @@ class Work(NamedTuple):
 
 
 WORKS = (
-    Work("64 requests, 4 KiB", 64, 1, 4096, 6),
-    Work("256 requests, 1 KiB", 256, 1, 1024, 6),
-    Work("256 requests, 32 bytes", 256, 1, 32, 32),
-    Work("1 request, 256 texts of 1 KiB", 1, 256, 1024, 6),
+    Work("64 x 4 KiB", 64, 1, 4096, 6),
+    Work("256 x 1 KiB", 256, 1, 1024, 6),
+    Work("256 x 32 bytes", 256, 1, 32, 32),
+    Work("256 x 1 KiB in one", 1, 256, 1024, 6),
 )
 
 
@@ -166,7 +167,7 @@ async def measure(model: TextModel, runs: int, seed: int) -> list[Row]:
     rows: list[Row] = []
     for work, loop, name in product(WORKS, ("idle", "busy"), makers):
         ran, base = found[work.name, loop, name], found[work.name, loop, "before"]
-        row: Row = {"work": work.name, "loop": loop, "way": name}
+        row: Row = {"way": f"{work.name}, {loop}, {name}"}
         row |= {key: median(numbers[key] for numbers in ran) for key in ran[0]}
         if name not in ("nothing", "before"):
             pairs = zip(ran, base, strict=True)
