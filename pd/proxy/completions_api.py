@@ -16,7 +16,7 @@ from pd.proxy.generation import Spec
 from pd.proxy.grammar_fields import GrammarFields
 from pd.proxy.job import Job
 from pd.proxy.requests.openai import COMPLETION_TOKENS, CompletionRequest
-from pd.proxy.service import TokenCount, encode, names_of
+from pd.proxy.service import TokenCount, encode_each, names_of
 from pd.proxy.tokenizer import new_detokenizer
 
 if TYPE_CHECKING:
@@ -64,15 +64,15 @@ def _prepare(
         # Log probabilities of a prompt come with a first token, so one is made and hidden.
         max_tokens = 1
     specs = []
-    for i, prompt in enumerate(prompts):
-        ids = encode(
-            model,
-            prompt,
-            "prompt",
-            namespace=asked.namespace,
-            add_special_tokens=asked.add_special_tokens,
-        )
-        ids = openai_common.truncated(asked, ids, model)
+    tokenized = encode_each(
+        model,
+        prompts,
+        "prompt",
+        namespace=asked.namespace,
+        add_special_tokens=asked.add_special_tokens,
+    )
+    for i, prompt_ids in enumerate(tokenized):
+        ids = openai_common.truncated(asked, prompt_ids, model)
         spec = Spec(
             rid=f"{rid}_{i}",
             model=model.name,

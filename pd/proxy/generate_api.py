@@ -18,15 +18,20 @@ from pd.proxy.generation import Spec
 from pd.proxy.job import Job
 from pd.proxy.native_sampling import native_params
 from pd.proxy.requests.native import GENERATE_TOKENS, GenerateRequest
-from pd.proxy.service import Names, TokenCount, encode, names_of
+from pd.proxy.service import Names, TokenCount, encode_each, names_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
+
+    import numpy as np
+    import numpy.typing as npt
 
     from pd.core.messages import TokenLogprobs
     from pd.proxy.generation import Choice, Delta
     from pd.proxy.requests.native import PromptOptions
     from pd.proxy.service import ModelView, Service
+
+    IntArray = npt.NDArray[np.int32]
 
 ENDPOINT = "/generate"
 # Text and id of a token take about so many bytes of JSON.
@@ -88,19 +93,24 @@ def _names_of_prompts(
 def _prepare(asked: GenerateRequest, prompts: list[_Prompt], model: ModelView) -> list[Spec]:
     """The prompts as they go to the nodes. Raises InvalidRequestError."""
     specs, count = [], TokenCount()
+    values = [prompt.value for prompt in prompts]
+    tokenized = encode_each(model, values, asked.source, namespace=asked.namespace)
     for prompt in prompts:
-        spec = _spec(asked, prompt, model)
+        spec = _spec(asked, prompt, tokenized, model)
         count.add(spec, model.limits.context_length)
         specs.append(spec)
     return specs
 
 
-def _spec(asked: GenerateRequest, prompt: _Prompt, model: ModelView) -> Spec:
+def _spec(
+    asked: GenerateRequest, prompt: _Prompt, tokenized: Iterator[IntArray], model: ModelView
+) -> Spec:
+    """The next prompt as it goes to the nodes; ``tokenized`` yields its token ids."""
     options, limits = prompt.options, model.limits
     sampling = options.sampling
     if sampling.stop:
         model.need_text("sampling_params.stop")
-    ids = encode(model, prompt.value, asked.source, namespace=asked.namespace)
+    ids = next(tokenized)
     wanted = sampling.max_new_tokens
     limits.check_prompt(len(ids), wanted or 1, explicit=wanted is not None)
     if wanted is None:

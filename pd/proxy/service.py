@@ -16,6 +16,8 @@ from pd.proxy.requests.common import MAX_RID_CHARACTERS
 from pd.proxy.web import ClaimingResponse, JobResponse
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     import numpy.typing as npt
     from starlette.requests import Request
     from starlette.responses import Response
@@ -133,22 +135,46 @@ def encode(
 
     ``namespace``: that of the request's ``cache_salt`` and ``extra_key``.
     """
-    if not isinstance(prompt, str):
-        return check_ids(prompt, model.limits.vocab_size, param)
-    text = model.need_text(param)
-    most = model.limits.context_length * text.longest_token
-    if len(prompt) > most:
-        raise ContextLengthError(
-            f"{TOO_LONG}: {param} has {len(prompt)} characters, but "
-            f"{model.limits.longest_context}, which have at most {most}",
-            param=param,
-        )
-    ids = text.encode(
-        prompt, add_special_tokens=add_special_tokens, param=param, namespace=namespace
+    (ids,) = encode_each(
+        model, [prompt], param, namespace=namespace, add_special_tokens=add_special_tokens
     )
-    if not prompt or not len(ids):
-        raise InvalidRequestError(f"{param} is empty; send at least one token", param=param)
     return ids
+
+
+def encode_each(
+    model: ModelView,
+    prompts: Sequence[str | list[int]],
+    param: str,
+    *,
+    namespace: str,
+    add_special_tokens: bool = True,
+) -> Iterator[IntArray]:
+    """Token ids of prompts, one after the other, as of :func:`encode`. Each is refused at its turn,
+    though some of the short texts behind it may have been tokenized by then."""
+    tokenized: Iterator[IntArray] | None = None
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            yield check_ids(prompt, model.limits.vocab_size, param)
+            continue
+        text = model.need_text(param)
+        most = model.limits.context_length * text.longest_token
+        if len(prompt) > most:
+            raise ContextLengthError(
+                f"{TOO_LONG}: {param} has {len(prompt)} characters, but "
+                f"{model.limits.longest_context}, which have at most {most}",
+                param=param,
+            )
+        if tokenized is None:
+            tokenized = text.encode_each(
+                [prompt for prompt in prompts if isinstance(prompt, str)],
+                add_special_tokens=add_special_tokens,
+                param=param,
+                namespace=namespace,
+            )
+        ids = next(tokenized)
+        if not prompt or not len(ids):
+            raise InvalidRequestError(f"{param} is empty; send at least one token", param=param)
+        yield ids
 
 
 def check_ids(ids: list[int], vocab_size: int | None, param: str) -> IntArray:

@@ -17,6 +17,7 @@ tokenizer of which this is not known is never cut.
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import threading
@@ -26,6 +27,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     import numpy.typing as npt
     from tokenizers import Tokenizer
 
@@ -33,6 +36,9 @@ if TYPE_CHECKING:
 
 # Characters of a piece at least. A text that is not longer than two of them is not cut.
 PIECE_CHARACTERS = 4096
+# Texts that are tokenized by one call at most. Together they are no longer than a text that is not
+# cut, for what one call makes is complete before any of it can be refused.
+MAX_TOGETHER = 64
 # Memory of what is kept for one tokenizer.
 MAX_KEPT_BYTES = 32 << 20
 # Characters that are looked through, and token ids that are converted, in one go: other threads
@@ -150,6 +156,11 @@ def _stays_aside(token: dict[str, Any], drops_space: bool) -> bool:
     return not re.search("[a-z][▁ ]", text)
 
 
+# The library would share a batch among threads on all cores, which the event loop and other
+# processes need. It reads this at each call, and changing it while threads run is not safe.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
 class TooManyTokensError(Exception):
     """A text has ``count`` tokens."""
 
@@ -160,15 +171,41 @@ class TooManyTokensError(Exception):
 def tokenize(tokenizer: Tokenizer, text: str, most: int, *, add_special_tokens: bool) -> IntArray:
     """Token ids of a text, int32. Other threads run meanwhile. Raises TooManyTokensError for more
     than ``most``."""
-    # The batch calls are those that let go of Python's global lock; a batch would take all cores.
-    (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-    count = len(encoding)
-    if count > most:
-        raise TooManyTokensError(count)
-    ids, found = encoding.ids, np.empty(count, np.int32)
-    for start in range(0, count, _AT_ONCE):
-        found[start : start + _AT_ONCE] = ids[start : start + _AT_ONCE]
-    return found
+    (ids,) = tokenize_together(tokenizer, [text], most, add_special_tokens=add_special_tokens)
+    return ids
+
+
+def tokenize_together(
+    tokenizer: Tokenizer, texts: list[str], most: int, *, add_special_tokens: bool
+) -> Iterator[IntArray]:
+    """Token ids of texts, one after the other, as of :func:`tokenize`. All of them are found by one
+    call, during which other threads run."""
+    # The batch calls are those that let go of Python's global lock.
+    for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens):
+        count = len(encoding)
+        if count > most:
+            raise TooManyTokensError(count)
+        ids, found = encoding.ids, np.empty(count, np.int32)
+        for start in range(0, count, _AT_ONCE):
+            found[start : start + _AT_ONCE] = ids[start : start + _AT_ONCE]
+        yield found
+
+
+def short_together(texts: Sequence[str]) -> Iterator[list[str]]:
+    """The same texts in lists of those that may be tokenized together. A text which is long enough
+    to be cut is alone."""
+    together: list[str] = []
+    left = 0
+    for text in texts:
+        if together and (len(text) > left or len(together) == MAX_TOGETHER):
+            yield together
+            together = []
+        if not together:
+            left = 2 * PIECE_CHARACTERS
+        together.append(text)
+        left -= len(text)
+    if together:
+        yield together
 
 
 class PieceEncoder:

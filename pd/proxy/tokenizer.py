@@ -22,12 +22,19 @@ from pd.proxy.chat_template import (
 from pd.proxy.detokenizer import Detokenizer, NoDetokenizer, TokenTable
 from pd.proxy.reasoning import reasoning_tags
 from pd.proxy.special_tokens import SpecialTokens
-from pd.proxy.tokenized_pieces import PieceEncoder, TooManyTokensError, tokenize
+from pd.proxy.tokenized_pieces import (
+    PieceEncoder,
+    TooManyTokensError,
+    short_together,
+    tokenize_together,
+)
 from pd.proxy.tokenizer_files import load_tokenizer
 from pd.proxy.tokenizer_info import tokenizer_info
 from pd.proxy.tools.families import tool_family
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     import numpy.typing as npt
 
     from pd.proxy.reasoning import ReasoningTags
@@ -110,20 +117,40 @@ class TextModel:
 
         Raises InvalidRequestError for a text of more than MAX_TEXT_TOKENS.
         """
-        most, ids = MAX_TEXT_TOKENS, None
-        special = {"add_special_tokens": add_special_tokens}
+        (ids,) = self.encode_each(
+            [text], add_special_tokens=add_special_tokens, param=param, namespace=namespace
+        )
+        return ids
+
+    def encode_each(
+        self,
+        texts: Sequence[str],
+        *,
+        add_special_tokens: bool,
+        param: str = "prompt",
+        namespace: str = "",
+    ) -> Iterator[IntArray]:
+        """Token ids of texts, one after the other, as of :meth:`encode`.
+
+        A few short texts are tokenized by one call: between two calls this thread may have to wait
+        for the event loop, which costs more than tokenizing a short text.
+        """
+        most, special = MAX_TEXT_TOKENS, {"add_special_tokens": add_special_tokens}
         try:
-            if self._pieces is not None:
-                ids = self._pieces.encode(text, namespace, most, **special)
-            if ids is None:
-                ids = tokenize(self._encoder, text, most, **special)
-            if len(ids) > most:
-                raise TooManyTokensError(len(ids))
+            for together in short_together(texts):
+                ids = None
+                if self._pieces is not None and len(together) == 1:
+                    ids = self._pieces.encode(together[0], namespace, most, **special)
+                if ids is None:
+                    yield from tokenize_together(self._encoder, together, most, **special)
+                    continue
+                if len(ids) > most:
+                    raise TooManyTokensError(len(ids))
+                yield ids
         except TooManyTokensError as error:
             raise InvalidRequestError(
                 f"{param} has {error.count} tokens or more; at most {most} are taken", param=param
             ) from None
-        return ids
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
         """The text of these tokens. Other threads run meanwhile."""

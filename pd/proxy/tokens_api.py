@@ -66,8 +66,8 @@ def _tokenize(asked: TokenizeRequest, model: ModelView) -> Response:
         special = special is not False
     _check_count(prompts, "prompt")
     found: list[list[int]] = []
-    for prompt in prompts:
-        found.append(text.encode(prompt, add_special_tokens=special).tolist())
+    for ids in text.encode_each(prompts, add_special_tokens=special):
+        found.append(ids.tolist())
         _check_sum(found, "prompt")
     result: dict[str, object] = {
         "tokens": found if is_batch else found[0],

@@ -14,6 +14,7 @@ from again import run_again
 @pytest.mark.parametrize(
     ("file", "every"),
     [
+        ("proxy/test_background.py", 1),
         ("proxy/test_proxy_writing.py", 1),
         ("proxy/test_slow_readers.py", 1),
         ("proxy/test_proxy_loop.py", 1),
