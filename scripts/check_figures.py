@@ -112,6 +112,22 @@ def _split() -> dict[str, str]:
     return found
 
 
+def _mixed() -> dict[str, str]:
+    """What a step with a part of a prompt beside 16 answers takes, and the answers alone."""
+    name, part = "engine_mixed_gpu", 496
+    mixed = value(name, "median_ms", work=f"mixed:16:{part}:8192")
+    answers = value(name, "median_ms", work="decode:16")
+    whole = 8192 / value(name, "median_ms", work="prefill:8192")
+    return {
+        "part": str(part),
+        "mixed": f"{mixed:.0f}",
+        "answers": f"{answers:.0f}",
+        "speed": f"{part / mixed:.0f}",
+        "alone": f"{whole:.0f}",
+        "rest": f"{part / (mixed - answers):.0f}",
+    }
+
+
 def _idle() -> str:
     ways = [r["idle_core"] for r in rows("nixl_completion") if r["way"].startswith("notification")]
     return " to ".join(f"{100 * share:.0f} %" for share in sorted(ways))
@@ -166,6 +182,13 @@ def quotes() -> list[Quote]:
             "{none_second_1} ms, and {heads_second_16} ms rather than {none_second_16} ms with 16, "
             "whose first token came after {heads_first_16} ms rather than {none_first_16} "
             "ms".format(**_split()),
+        ),
+        Quote(
+            "docs/elastic.md",
+            "a step with 16 answers and {part} tokens of a prompt takes {mixed} ms, {speed} tokens "
+            "a millisecond, where prompts alone are computed at {alone}. A step of these answers "
+            "alone takes {answers} ms of it, and in what is left prompts are computed at {rest} "
+            "tokens a millisecond, as fast as alone".format(**_mixed()),
         ),
         Quote(
             "pd/transfer/staged/manager.py",
