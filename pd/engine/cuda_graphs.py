@@ -220,7 +220,7 @@ class StepGraphs(ABC):
         unread = None
         if outcome is not None:
             unread = self._unread(items, lengths, rows, outcome)
-            graph.inputs[rows : 2 * rows].add_(unread.rows)
+            graph.inputs[rows : 2 * rows].add_(unread.by_row)
         self._plan(graph.attention, StepTokens(items, starts, lengths, unread))
         reread = reread_rows(items, self._device)
         if reread is not None:

@@ -83,9 +83,10 @@ class ForwardItem:
         return seen
 
 
-def _read(items: Sequence[ForwardItem], outcome: StepOutcome) -> list[ForwardItem]:
+def _with_known_starts(items: Sequence[ForwardItem], outcome: StepOutcome) -> list[ForwardItem]:
     """Wait for the outcome of the step before, and put the items where they begin."""
-    counts = outcome.counts.tolist()
+    (copied,) = outcome.counts_on_host.wait()
+    counts = copied.tolist()
     return [
         dataclasses.replace(item, start=item.start + counts[item.work], unread=0)
         if item.unread
@@ -259,7 +260,7 @@ class ModelRunner:
         """
         verify = self.verify_graphs
         if outcome is not None and (verify is None or not verify.fits(items)):
-            items, outcome = _read(items, outcome), None
+            items, outcome = _with_known_starts(items, outcome), None
         logits = self._replay(items, previous_tokens, outcome)
         if logits is None:
             return self._launch(items, on_layers_done, previous_tokens)

@@ -131,8 +131,8 @@ class SamplingState:
         return self.num_output_tokens + ahead < self.params.min_tokens
 
     def may_stop_within(self, first: int, last: int) -> bool | None:
-        """Whether each token after the next ``first`` to ``last`` may end the choice; None if some
-        may and some may not."""
+        """Say of the tokens after the next ``first`` to ``last`` whether they may end the choice:
+        all of them (True) or none (False); None if some may and some may not."""
         if self.must_continue(last):
             return False
         return None if self.must_continue(first) else True

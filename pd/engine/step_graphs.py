@@ -219,9 +219,9 @@ def capture_steps(
     rows = config.max_running_requests
     of_each = config.speculative_num_draft_tokens + 1
     drafts = config.speculative_algorithm != "none"
-    # With drafts, both running sequences and those whose places they took have some, and a last
-    # token.
-    most = rows * 2 * (of_each + 1) if drafts else rows
+    # With drafts: of each sequence the last token, the samples, and drafts of this step and of the
+    # one before, for those that were not in the last one.
+    most = rows * (1 + 3 * of_each) if drafts else rows
 
     def chosen(ladder: Sequence[int]) -> Sequence[int]:
         return [ladder[0], ladder[-1]] if only_extremes else ladder

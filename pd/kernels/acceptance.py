@@ -75,7 +75,7 @@ def accept(sampled: torch.Tensor, trees: Trees, width: int = 0) -> Accepted:
 
     Args:
         sampled: int64 ``[rows]``, the tokens that the step sampled.
-        width: most guesses of a path, or 0 for no paths.
+        width: most guesses of a path, or 0 for no paths; what is longer is cut.
     """
     if use_triton(sampled):
         from pd.kernels import acceptance_triton
@@ -93,7 +93,7 @@ def accept(sampled: torch.Tensor, trees: Trees, width: int = 0) -> Accepted:
                 found.append(guess)
         last[work], counts[work] = found[-1] if found else -1, len(found)
         if width:
-            path[work, : len(found)] = torch.tensor(found, dtype=torch.int64)
+            path[work, : len(found)] = torch.tensor(found[:width], dtype=torch.int64)
     tokens = sampled[trees.rows + last + 1]
     return Accepted(last, counts, tokens, trees.stops + counts, path)
 

@@ -47,7 +47,7 @@ def _follow(
         tl.store(path + work * WIDTH + place, tl.full((), -1, tl.int64))
     if fixed >= 0:
         for guess in range(fixed.to(tl.int32)):
-            if WIDTH:
+            if guess < WIDTH:
                 tl.store(path + work * WIDTH + guess, tl.full((), 0, tl.int64) + guess)
         at = fixed - 1
         accepted = fixed
@@ -57,7 +57,7 @@ def _follow(
             token = tl.load(guesses + first + guess)
             if (parent == at) & (token == wanted):
                 at = tl.full((), 0, tl.int64) + guess
-                if WIDTH:
+                if accepted < WIDTH:
                     tl.store(path + work * WIDTH + accepted, at)
                 accepted += 1
                 wanted = tl.load(sampled + row + at + 1)

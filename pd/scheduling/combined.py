@@ -151,7 +151,10 @@ class CombinedScheduler:
     def may_plan_ahead(self, launched: list[Work]) -> bool:
         """Whether :meth:`plan` may be called while a step is launched and not accounted for. It may
         for chunks of prompts, whose results are known when they are launched."""
-        return self.decode is None or self.decode.may_plan_ahead(self._split(launched)[1])
+        if self.decode is None:
+            return True
+        batch, beside = self._split(launched)[1], self.queued_tokens > 0
+        return self.decode.may_plan_ahead(batch, beside_prompts=beside)
 
     def on_layers_done(self, works: list[Work]) -> Callable[[int, int], None] | None:
         """A function that the forward pass calls when KV of layers is in the pool, or None."""

@@ -200,13 +200,14 @@ class DecodeScheduler:
                 self._limit_ahead(work, length)
 
     def _draft_limit(self, work: Work) -> int:
-        """Number of tokens that may be drafted for a work, or behind it if it has its draft."""
+        """Number of tokens that may be drafted for a work, or behind it if it has its draft or
+        follows another. Sets the draft that was made ahead."""
         sequence = work.sequence
         # One token more than was drafted comes out of a step.
         most = self._output_left(work) - 1
         ahead, sequence.ahead = sequence.ahead, None
         # Tokens that a grammar forced may have come in between.
-        if ahead is not None and work.stop - work.start == 1:
+        if ahead is not None and not ahead.stale and work.stop - work.start == 1:
             work.draft = ahead.first_tokens(min(most, self._room_for(work, ahead.size)))
         elif work.follows is None:
             return self._room_for(work, max(0, min(self.draft_tokens, most)))
@@ -255,17 +256,24 @@ class DecodeScheduler:
         work = Work(sequence, start, start + 1, [sequence.choice], follows=launched, unread=unread)
         return work if self._output_left(work) > 0 else None
 
-    def may_plan_ahead(self, launched: list[Work]) -> bool:
+    def may_plan_ahead(self, launched: list[Work], *, beside_prompts: bool) -> bool:
         """Whether :meth:`plan` may be called before a launched step is accounted for: each of its
         works brings tokens that nothing but the next forward pass needs to know, and no sequence
         has to be retracted. A drafter that does not draft ahead needs to know the tokens, unless it
-        rests."""
+        rests.
+
+        Args:
+            beside_prompts: the next step may have prompts. No graph takes these beside works whose
+                start only the device knows.
+        """
         if self.draft_tokens and not self._drafts_ahead and not self._lengths.rests:
             return False
         if self.retracted or self._memory.available < len(self.running):
             return False
         return all(
-            work.is_decode and (work.draft is None or self._may_follow(work)) for work in launched
+            work.is_decode
+            and (work.draft is None or (not beside_prompts and self._may_follow(work)))
+            for work in launched
         )
 
     def _may_follow(self, work: Work) -> bool:
@@ -406,21 +414,30 @@ class DecodeScheduler:
             # A grammar may have forced tokens since the launch, in the place of the sampled one.
             if work.sampled and work.stop == sequence.num_tokens:
                 self._take_tokens(sequence, work)
-            elif work.draft is not None:
-                sequence.carried = None  # it may be of a token that was foretold and not taken
+            else:
+                self._not_taken(sequence, work)
             if sequence.launched is not None:
-                self._settle(sequence, sequence.launched, len(work.accepted))
+                self._settle(sequence, work, sequence.launched)
         if self._drafts.drafts:
             self._metrics.speculation.observe(self._drafts)
 
-    def _settle(self, sequence: Sequence, following: Work, accepted: int) -> None:
-        """Note what was accepted before a work that was launched without knowing it."""
+    @staticmethod
+    def _not_taken(sequence: Sequence, work: Work) -> None:
+        """What a work sampled is not a part of the output, nor what was drafted behind it."""
+        if sequence.ahead is not None:
+            sequence.ahead.stale = True
+        if work.draft is not None:
+            sequence.carried = None  # it may be of a token that was foretold and not taken
+
+    @staticmethod
+    def _settle(sequence: Sequence, work: Work, following: Work) -> None:
+        """Note what a work accepted, behind which another one was launched without knowing it."""
         if following.unread:
-            following.settle(accepted)
+            following.settle(len(work.accepted))
             # The device has counted all tokens that came out.
             sequence.choice.counted_ahead = 0
-            if sequence.carried is not None:
-                sequence.carried.stop = following.stop
+        if sequence.carried is not None:
+            sequence.carried.stop = following.stop
 
     def _take_tokens(self, sequence: Sequence, work: Work) -> None:
         """Append the sampled token; after a draft, the tokens that it foretold and the next one.

@@ -303,23 +303,29 @@ def launch(
     """
     began = time.monotonic()
     timer = DeviceTimer(sampler.device)
+    begun = True
     if drafter is not None:
-        _begin(drafter, works, reads_states=runner.eagle is not None)
+        begun = _begin(drafter, works, reads_states=runner.eagle is not None)
         if drafts:
             _draft(drafter, works)
         timer.split()
     draft_seconds = time.monotonic() - began
     known = _DeviceTokens(previous, works)
     items = [known.item(work) for work in works]
+    if not begun:
+        for work in works:
+            work.sequence.carried = None
     if simulate is not None:
         for work in works:
             if work.draft is not None:
                 work.forced = simulate(work.draft.tree.size)
     rows, roots, draws = _draws(works, items, known)
-    unread = any(work.unread for work in works)
-    before = previous.outcome if previous is not None and unread else None
+    before = None
+    if previous is not None and any(work.unread for work in works):
+        before = previous.outcome
     # NOTE: as they are here. Accounting for the step before, which rules ask for, settles them.
-    stops, follow = [work.stop for work in works], [item.work for item in items]
+    stops, most_unread = [work.stop for work in works], [work.unread for work in works]
+    followed = [item.work for item in items]
     ruled = any(draw.state.rules is not None for draw in draws)
     # Rules need the drafted tokens before the pass is over.
     drafted = known.copies() if ruled else None
@@ -346,8 +352,9 @@ def launch(
         behind = time.monotonic()
         timer.split()
         firsts = [0 if work.draft is None else known.place(work.draft) for work in works]
-        made = samples.tokens, known.drafts, firsts, stops, follow, before
-        outcome = _follow(drafter, StepOnDevice(works, roots, *made))
+        made = samples.tokens, known.drafts, firsts
+        unread = stops, most_unread, followed
+        outcome = _follow(drafter, StepOnDevice(works, roots, *made, *unread, before=before))
         draft_seconds += time.monotonic() - behind
     copies = known.missing, drafted
     timer.stop()
@@ -391,8 +398,9 @@ def _draws(
 # stays the same.
 
 
-def _begin(drafter: Drafter, works: list[Work], *, reads_states: bool) -> None:
-    """Prepare the works. A drafter that raises leaves all of them without drafts.
+def _begin(drafter: Drafter, works: list[Work], *, reads_states: bool) -> bool:
+    """Prepare the works. A drafter that raises leaves all of them without drafts, and none may have
+    a carried state behind this step. Returns whether it did not.
 
     Args:
         reads_states: whether an EAGLE head's KV, which may be shared, is written from the state
@@ -403,8 +411,13 @@ def _begin(drafter: Drafter, works: list[Work], *, reads_states: bool) -> None:
     except Exception as error:  # noqa: BLE001
         _no_drafts.warn(f"the drafter failed; the step has no drafts: {error!r}")
         for work in works:
-            work.draft = work.sequence.carried = None
-            work.reread = reads_states and work.start > 0
+            work.draft = None
+            # Where a work with unread guesses starts only the device knows, and it has the state.
+            work.reread = reads_states and work.start > 0 and not work.unread
+            if not work.unread:
+                work.sequence.carried = None
+        return False
+    return True
 
 
 def _follow(drafter: Drafter, step: StepOnDevice) -> StepOutcome | None:

@@ -30,7 +30,7 @@ _KEPT, _KEPT_AT_REST = 0.9, 0.99
 _KEPT_OF_ALL = 0.98
 # Steps for which a batch that drafts nothing is not asked again: at first, and at most, since they
 # double each time that it drafts nothing again. A step before which it is asked is not launched
-# ahead.
+# ahead, but where a head drafts.
 REST_STEPS, MOST_REST_STEPS = 16, 64
 # How far a step moves what is believed of the time of steps of its kind, with drafts or without,
 # and how far it moves the belief of the other kind to that of its own, so that it is tried again.

@@ -56,11 +56,13 @@ class Draft:
     Attributes:
         batch: holds the guessed tokens.
         first: index of the first of them in ``batch``.
+        stale: it is known not to go on from the sequence's last token.
     """
 
     batch: DraftedTokens
     first: int
     tree: DraftTree
+    stale: bool = False
 
     @property
     def size(self) -> int:

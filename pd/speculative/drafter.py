@@ -65,7 +65,8 @@ class StepOnDevice:
         drafts: the step's drafted tokens, int64, or None without any.
         first_drafts: where the draft of each work begins in ``drafts``.
         stops: position of the token after each root, without unread guesses.
-        unread: for each work the index in ``before`` of the work that it follows with unread
+        most_unread: unread guesses of each work, at most.
+        followed: for each work the index in ``before`` of the work that it follows with unread
             guesses, or -1.
         before: what came out of the step before, or None if the host has read it.
     """
@@ -76,7 +77,8 @@ class StepOnDevice:
     drafts: torch.Tensor | None
     first_drafts: Sequence[int]
     stops: Sequence[int]
-    unread: Sequence[int]
+    most_unread: Sequence[int]
+    followed: Sequence[int]
     before: StepOutcome | None
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from pd.engine.device_copy import to_device
+from pd.engine.device_copy import HostCopy, to_device
 from pd.engine.eagle import NO_ROW, CarriedState
 from pd.engine.step_outcome import StepOutcome
 from pd.kernels.acceptance import Trees, accept
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
     from pd.core.request import Sequence as TokenSequence
     from pd.engine.cuda_graphs import GraphRecorder
-    from pd.engine.device_copy import HostCopy
     from pd.engine.eagle import EagleWriter
     from pd.engine.sampling_state import SamplingState
     from pd.kernels.attention import AttentionBackend
@@ -111,7 +110,8 @@ class EagleDrafter(Drafter):
         self._writer, self._attention = writer, attention
         self._shape, self._move_tokens, self._max_context = shape, move_tokens, max_context
         self._device = writer.carried.device
-        self._staging = PinnedStaging(self._device)
+        # Each of its own, so that none waits for a copy behind the step before.
+        self._staging, self._roots_staging = (PinnedStaging(self._device) for _ in range(2))
         self._last: DraftedTokens | None = None
         self._steppers: dict[int, _Stepper] = {}
         self._sizes = sorted(sizes)
@@ -179,16 +179,15 @@ class EagleDrafter(Drafter):
         if len(step.sampled) == 0:
             self._writer.keep(rows, roots, torch.full_like(roots, -1))
             return None
-        branching, counting = 0, 0
-        for work in works:
-            if work.draft is not None:
-                most, is_chain = work.most_accepted, work.draft.tree.is_chain
-                branching = branching if is_chain else max(branching, most)
-                counting = max(counting, most) if work.samples[0].has_penalties else counting
-        found = accept(step.sampled, trees, max(branching, counting))
+        drafted = [work for work in works if work.draft is not None]
+        counting = any(work.samples[0].has_penalties for work in drafted)
+        branching = any(work.draft and not work.draft.tree.is_chain for work in drafted)
+        width = max((work.most_accepted for work in drafted), default=0)
+        found = accept(step.sampled, trees, width if counting or branching else 0)
+        counts = HostCopy([found.counts])  # before more is drafted, which it would wait for
         self._writer.keep(rows, roots, found.last)
         if branching:
-            self._move_accepted(step, found.path[:, :branching])
+            self._move_accepted(step, found.path)
         asks, asking = [], []
         for place, (work, state) in enumerate(zip(works, states, strict=True)):
             if work.ahead_limit and state.row != NO_ROW:
@@ -200,7 +199,7 @@ class EagleDrafter(Drafter):
             for ask, draft in zip(asks, made, strict=True):
                 ask.sequence.ahead = draft
         tokens = found.sampled(step.sampled, trees.rows) if counting else None
-        return StepOutcome(found.counts, found.tokens, tokens)
+        return StepOutcome(found.counts, found.tokens, tokens, counts)
 
     def _upload(
         self, step: StepOnDevice, states: Sequence[CarriedState]
@@ -221,12 +220,12 @@ class EagleDrafter(Drafter):
             step.stops,
             step.roots,
             [state.row for state in states],
-            step.unread,
+            step.followed,
         )
         table, parents_there = self._staging.upload([np.array(columns, np.int64), parents])
-        *tree_columns, roots, rows, unread = table
+        *tree_columns, roots, rows, followed = table
         if step.before is not None:
-            tree_columns[-1] += step.before.counts_of(unread)
+            tree_columns[-1] += step.before.counts_of(followed)
         tokens = step.sampled[:0] if drafts is None else drafts
         return Trees(tokens, parents_there, *tree_columns), roots, rows
 
@@ -238,7 +237,10 @@ class EagleDrafter(Drafter):
             path: accepted guesses of each work's draft, int64 ``[works, width]``, then -1.
         """
         works, pool, width = step.works, self._writer.kv, path.shape[1]
-        sizes = [work.unread + work.draft.size if work.draft else 0 for work in works]
+        sizes = [
+            most + (0 if work.draft is None else work.draft.size)
+            for work, most in zip(works, step.most_unread, strict=True)
+        ]
         # What is not accepted moves inside the pool's extra page.
         extra_slot = pool.num_pages * pool.page_size
         slots = np.full((len(works), max(width, *sizes)), extra_slot, np.int64)
@@ -248,12 +250,15 @@ class EagleDrafter(Drafter):
         there = to_device(slots, torch.int64, self._device)
         begins = torch.zeros_like(path[:, :1])
         if step.before is not None:
-            unread = to_device(step.unread, torch.int64, self._device)
-            begins = step.before.counts_of(unread)[:, None]
-        places_of = begins + torch.arange(width, device=self._device)
+            followed = to_device(step.followed, torch.int64, self._device)
+            begins = step.before.counts_of(followed)[:, None]
         accepted, extra = path >= 0, torch.full_like(path, extra_slot)
-        source = torch.where(accepted, there.gather(1, begins + path.clamp(min=0)), extra)
-        to = torch.where(accepted, there.gather(1, places_of.clamp(max=there.shape[1] - 1)), extra)
+
+        def slots_of(places: torch.Tensor) -> torch.Tensor:
+            last = there.shape[1] - 1
+            return torch.where(accepted, there.gather(1, (begins + places).clamp(0, last)), extra)
+
+        source, to = slots_of(path), slots_of(torch.arange(width, device=self._device))
         self._move_tokens(source.flatten(), to.flatten())
 
     def catch_up(self) -> bool:
@@ -295,7 +300,7 @@ class EagleDrafter(Drafter):
         attention = self._attention.draft_graph(rows, self._max_context)
         if attention is None:
             raise ValueError(f"attention backend {self._attention.name} cannot draft")
-        return _Stepper(self._writer, attention, rows, self._shape, self._staging)
+        return _Stepper(self._writer, attention, rows, self._shape, self._roots_staging)
 
 
 def _bytes_of(copies: HostCopy, row: int) -> bytes:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pd.core.sampling_params import SamplingParams
+from pd.engine.device_copy import HostCopy
 from pd.engine.draft_tree import DraftTree
 from pd.engine.penalties import Penalties
 from pd.engine.sampler import Sampler
@@ -397,7 +398,7 @@ class TestPenaltiesOnTheDevice:
             out = [each.unread + [-1] * (5 - len(each.unread)) for each in drafted]
             counts = torch.tensor([len(each.unread) - 1 for each in drafted], dtype=torch.int64)
             tokens = torch.tensor(out, dtype=torch.int64).reshape(-1, 5)
-            outcome = StepOutcome(counts, counts, tokens)
+            outcome = StepOutcome(counts, counts, tokens, HostCopy([counts]))
             running: list[tuple[Penalized, int]] = []
             logits = torch.randn(4 * len(live), vocab)
             for each in rng.sample(live, rng.randrange(len(live) + 1)):

@@ -145,9 +145,9 @@ def test_a_node_that_is_started_again_is_handed_requests_at_once(
     for each in d.nodes:  # their loads count what was just sent there until they report again
         beats = sum(each.heartbeats.values())
         wait_until(lambda n=each, b=beats: sum(n.heartbeats.values()) > b + 2)
-    before = len(d.handed_off())
+    before, prompts = len(d.handed_off()), len(d.prefill.generates)
     asked = d.ask()
-    wait_until(lambda: len(d.handed_off()) > before)
+    wait_until(lambda: len(d.handed_off()) > before and len(d.prefill.generates) > prompts)
     request = d.handed_off()[-1]
     d.prefill.reply(d.prefill.generates[-1])
     d.decode.reply(request)

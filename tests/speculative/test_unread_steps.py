@@ -16,8 +16,12 @@ from pd.kernels.acceptance import Accepted, Trees, accept
 from pd.scheduling.decode import DecodeScheduler
 from pd.scheduling.step import Work
 from pd.speculative import eagle as eagle_drafter
+from pd.speculative.adaptation import DraftLengths
+from pd.speculative.eagle import EagleDrafter
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     import torch
     from cluster import Cluster, Pending
 
@@ -32,6 +36,8 @@ REQUESTS: list[dict[str, Any]] = [
     {"temperature": 1.0, "seed": 8, "stop_token_ids": tuple(range(0, 256, 16))},
     {"logprobs": True, "top_logprobs": 2, "presence_penalty": 0.7},
     {"logit_bias": {7: 3.0, 9: -50.0}, "min_tokens": 20, "stop_token_ids": EVERY_OTHER},
+    # Its drafts are shorter than those of the others.
+    {"frequency_penalty": 0.5, "max_tokens": 4},
 ]
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"speculative_num_draft_tokens": 3},
@@ -69,6 +75,13 @@ def ask_all(cluster: Cluster, prompts: list[list[int]], rng: random.Random) -> l
     return asked
 
 
+@pytest.fixture
+def no_warnings(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """A drafter that fails changes no output, and would not be seen."""
+    yield
+    assert [each.getMessage() for each in caplog.records if each.name == "pd.scheduling.step"] == []
+
+
 class Settled:
     """Notes works that were launched unread: the guesses before them, and how many were right."""
 
@@ -99,6 +112,7 @@ def known(plain: list[Any]) -> dict[tuple[int, ...], Any]:
     return {tuple(prompt): choices for prompt, choices in zip(PROMPTS, plain, strict=True)}
 
 
+@pytest.mark.usefixtures("no_warnings")
 @pytest.mark.parametrize(
     ("shape", "kind", "page_size"),
     [
@@ -126,6 +140,55 @@ def test_the_output_is_that_without_drafts(
     assert len(accepted) >= 3, "none, some and many guesses were right"
 
 
+@pytest.mark.usefixtures("no_warnings")
+@pytest.mark.parametrize("shape", ["tree", pytest.param("chain", marks=pytest.mark.full)])
+def test_drafts_are_of_any_length(
+    monkeypatch: pytest.MonkeyPatch, plain: list[Any], shape: str
+) -> None:
+    """Some works have none, beside others, and behind some that had one."""
+    print(f"seed {SEED}")
+    settled, rng = Settled(monkeypatch), random.Random(SEED)
+    plant_right_guesses(monkeypatch, known(plain))
+
+    def choose(_: DraftLengths, sequences: Sequence[Any], limits: Sequence[int]) -> list[int]:
+        return [rng.choice((0, limit, rng.randint(0, limit))) for limit in limits]
+
+    monkeypatch.setattr(DraftLengths, "choose", choose)
+    with speculating(shape, page_size=4) as cluster:
+        asked = ask_all(cluster, PROMPTS, random.Random(SEED))
+        assert [pending.result() for pending in asked] == plain
+        cluster.wait_idle()
+    assert settled.found
+
+
+def test_a_drafter_that_fails_beside_unread_guesses(
+    monkeypatch: pytest.MonkeyPatch, plain: list[Any]
+) -> None:
+    print(f"seed {SEED}")
+    begin, item, rng = EagleDrafter.begin, Work.item, random.Random(SEED)
+    settled, reread = Settled(monkeypatch), list[Work]()
+
+    def fail(drafter: EagleDrafter, works: Sequence[Any]) -> None:
+        begin(drafter, works)
+        if any(work.sequence.request.room for work in works) and rng.random() < 0.2:
+            raise MemoryError("no room")
+
+    def note(work: Work, *args: int) -> Any:
+        if work.unread and work.reread:
+            reread.append(work)
+        return item(work, *args)
+
+    monkeypatch.setattr(EagleDrafter, "begin", fail)
+    monkeypatch.setattr(Work, "item", note)
+    with speculating("chain") as cluster:
+        asked = ask_all(cluster, PROMPTS, random.Random(SEED))
+        assert [pending.result() for pending in asked] == plain
+        cluster.wait_idle()
+    assert settled.found
+    assert reread == []
+
+
+@pytest.mark.usefixtures("no_warnings")
 def test_sequences_that_lack_memory_come_back(
     monkeypatch: pytest.MonkeyPatch, plain: list[Any]
 ) -> None:

@@ -67,12 +67,12 @@ class UnreadStarts:
 
     Attributes:
         most: of each sequence at most; int64 ``[sequences]``.
-        rows: of each row of the graph, int64 ``[rows]`` on the device: those of a sequence are
+        by_row: for each row of the graph, int64 ``[rows]`` on the device: those of a sequence are
             equal, those of padding 0.
     """
 
     most: Int64Array
-    rows: torch.Tensor
+    by_row: torch.Tensor
 
 
 class PlannedAttention(ABC):

@@ -207,8 +207,8 @@ class TritonVerify(VerifyAttention):
             arrays, [tiles], tables
         )
         if unread is not None:
-            self._bases.add_(unread.rows)
-            self._places.add_(unread.rows)
+            self._bases.add_(unread.by_row)
+            self._places.add_(unread.by_row)
             locate(self.pool, self.slots, self._places, limits, firsts, self._launch.tables)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
