@@ -38,6 +38,11 @@ class DraftTree:
         return found
 
     @cached_property
+    def depth(self) -> int:
+        """Guesses of the longest branch."""
+        return int(self.depths.max())
+
+    @cached_property
     def paths(self) -> list[tuple[int, ...]]:
         """Guesses from the root to each guess, itself included."""
         found: list[tuple[int, ...]] = []

@@ -259,9 +259,12 @@ class ModelRunner:
             and on its device.
         """
         verify = self.verify_graphs
-        if outcome is not None and (verify is None or not verify.fits(items)):
-            items, outcome = _with_known_starts(items, outcome), None
-        logits = self._replay(items, previous_tokens, outcome)
+        if outcome is not None and verify is not None and verify.fits(items):
+            logits: torch.Tensor | None = verify.run(items, previous_tokens, outcome)
+        else:
+            if outcome is not None:
+                items = _with_known_starts(items, outcome)
+            logits = self._replay(items, previous_tokens)
         if logits is None:
             return self._launch(items, on_layers_done, previous_tokens)
         if on_layers_done is not None:
@@ -269,16 +272,13 @@ class ModelRunner:
         return logits
 
     def _replay(
-        self,
-        items: Sequence[ForwardItem],
-        previous_tokens: torch.Tensor | None,
-        outcome: StepOutcome | None,
+        self, items: Sequence[ForwardItem], previous_tokens: torch.Tensor | None
     ) -> torch.Tensor | None:
         """:meth:`forward` by a graph; None if none fits. All ranks choose the same, since they sum
         tensors of the graph's size."""
         for graphs in (self.graphs, self.verify_graphs):
             if graphs is not None and graphs.fits(items):
-                return graphs.run(items, previous_tokens, outcome)
+                return graphs.run(items, previous_tokens)
         short = self.chunk_graphs if previous_tokens is None else None
         if short is not None and short.fits(items):
             return short.run(items[0])

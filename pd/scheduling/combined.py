@@ -153,7 +153,8 @@ class CombinedScheduler:
         for chunks of prompts, whose results are known when they are launched."""
         if self.decode is None:
             return True
-        batch, beside = self._split(launched)[1], self.queued_tokens > 0
+        prefill, batch = self.prefill, self._split(launched)[1]
+        beside = prefill is not None and bool(prefill.running or prefill.waiting)
         return self.decode.may_plan_ahead(batch, beside_prompts=beside)
 
     def on_layers_done(self, works: list[Work]) -> Callable[[int, int], None] | None:

@@ -113,7 +113,7 @@ class Work:
         """Number of guesses that are accepted at most: those of the longest branch."""
         if self.draft is None:
             return 0
-        return int(self.draft.tree.depths.max()) if self.forced is None else self.forced
+        return self.draft.tree.depth if self.forced is None else self.forced
 
     @property
     def most_drafted(self) -> int:
@@ -400,7 +400,7 @@ def _draws(
 
 def _begin(drafter: Drafter, works: list[Work], *, reads_states: bool) -> bool:
     """Prepare the works. A drafter that raises leaves all of them without drafts, and none may have
-    a carried state behind this step. Returns whether it did not.
+    a carried state behind this step. Returns False then.
 
     Args:
         reads_states: whether an EAGLE head's KV, which may be shared, is written from the state
