@@ -55,6 +55,8 @@ class PrefillPeer:
         self.transfer = make_transfer_manager(backend, self.pool, self.name)
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
+        # As nodes do: a decode node that comes back may be there before its old connection ends.
+        self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         port = self._router.bind_to_random_port("tcp://127.0.0.1")
         socket = listen("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{socket.getsockname()[1]}"
