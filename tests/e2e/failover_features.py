@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "grammar"))
 from grammar_nodes import JSON
 
 # Tokens of an answer. Behind a long prompt fewer are enough, since the fault comes early.
-TOKENS, FEW_TOKENS = 120, 40
+TOKENS, FEW_TOKENS = 120, 24
 SHORT_PROMPT = 100
 SAMPLED = {"temperature": 1.0, "sampling_seed": 11}
 # Each with sampling parameters and other fields of the request.
@@ -21,7 +21,7 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "greedy": ({"temperature": 0}, {}),
     "seeded": (SAMPLED | {"top_p": 0.9, "top_k": 50}, {}),
     "penalties": (SAMPLED | {"repetition_penalty": 1.2, "frequency_penalty": 0.4}, {}),
-    "min tokens": (SAMPLED | {"min_new_tokens": 30, "ignore_eos": False}, {}),
+    "min tokens": (SAMPLED | {"min_new_tokens": 16, "ignore_eos": False}, {}),
     "three answers": (SAMPLED | {"n": 3}, {}),
     "log probabilities": (SAMPLED, {"return_logprob": True, "top_logprobs_num": 2}),
     "stop string": (SAMPLED, {}),  # one that the undisturbed text has near its end
