@@ -124,6 +124,7 @@ def test_a_void_run_is_called_void(tmp_path: Path) -> None:
     assert "a is void: requests were sent 40 ms late" in report(tmp_path, str(run))
 
 
+@pytest.mark.full
 def test_a_part_of_a_run_is_called_void(tmp_path: Path) -> None:
     part = make_run(tmp_path / "a", interrupted=True, complaints=("late",))
     silent = make_run(
@@ -187,6 +188,7 @@ def test_two_runs_of_one_name_are_refused(
     assert "two runs are called a; give them names: NAME=PATH" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_charts_are_drawn_in_both_themes(tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path / "a"), "a")
     for chart in charts_of([run], []):

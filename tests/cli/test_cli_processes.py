@@ -273,7 +273,7 @@ def test_a_signal_to_all_processes_of_a_proxy_that_starts_ends_it_cleanly(
         running.stop()
 
 
-@pytest.mark.parametrize("closed", ["<&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", [pytest.param("<&-", marks=pytest.mark.full), "<&- >&- 2>&-"])
 def test_a_proxy_with_closed_standard_streams_serves(closed: str, tmp_path: Path) -> None:
     port = free_port()
     command = f"exec {sys.executable} -m pd.cli proxy --workers 2 --port {port} {closed}"
@@ -383,6 +383,7 @@ def test_the_demo_answers_shows_its_times_serves_and_leaves_nothing_behind(tmp_p
     assert all(refuses(url) for url in addresses)
 
 
+@pytest.mark.full
 def test_the_demos_example_names_the_key_and_does_not_show_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

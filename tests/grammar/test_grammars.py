@@ -222,6 +222,7 @@ def test_a_child_that_was_killed_is_no_fault_of_the_grammar() -> None:
         compiler.close()
 
 
+@pytest.mark.full
 def test_a_child_leaves_signals_to_its_node() -> None:
     """A terminal and a service manager send them to all processes, and the node drains first."""
     compiler = GrammarCompiler(VOCABULARY, CompileLimits(60.0, 1 << 30, 64 << 20))
@@ -344,6 +345,7 @@ def test_what_takes_too_much_memory_is_refused(
         compiler.close()
 
 
+@pytest.mark.full
 def test_what_took_a_process_longer_is_handed_over_and_then_learned() -> None:
     made = Grammars(VOCABULARY, LIMITS._replace(max_bytes=16 << 20), 1 << 20)
     slow, mask = nested(120), np.zeros(2048 // 32, np.int32)

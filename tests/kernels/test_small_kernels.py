@@ -115,6 +115,7 @@ print(resident() - before)
 
 
 class TestLinear:
+    @pytest.mark.full
     def test_prompts_of_many_lengths_need_no_more_memory(self) -> None:
         """In a process of its own, for nobody else may have set up the caches."""
         done = subprocess.run(

@@ -195,8 +195,20 @@ def test_nodes_that_promised_each_other_more_than_half_of_their_memory_get_on(
 @pytest.mark.parametrize(
     ("small", "large", "places"),
     [
-        pytest.param(("decode",), ("prefill", "decode"), 256, id="the-large-one-from-its-peer"),
-        pytest.param(("prefill", "decode"), ("decode",), 256, id="the-small-ones-from-its-peer"),
+        pytest.param(
+            ("decode",),
+            ("prefill", "decode"),
+            256,
+            id="the-large-one-from-its-peer",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            ("prefill", "decode"),
+            ("decode",),
+            256,
+            id="the-small-ones-from-its-peer",
+            marks=pytest.mark.full,
+        ),
         pytest.param(("decode", "prefill"), ("prefill", "decode"), 256, id="both-ways"),
         pytest.param(("prefill", "decode"), ("decode",), 4, id="few-places"),
     ],
