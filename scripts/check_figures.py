@@ -113,18 +113,21 @@ def _split() -> dict[str, str]:
 
 
 def _mixed() -> dict[str, str]:
-    """What a step with a part of a prompt beside 16 answers takes, and the answers alone."""
-    name, part = "engine_mixed_gpu", 496
+    """What steps with a part of a prompt beside 16 answers take, and a prompt alone."""
+    name, part, more = "engine_mixed_gpu", 496, 1008
     mixed = value(name, "median_ms", work=f"mixed:16:{part}:8192")
-    answers = value(name, "median_ms", work="decode:16")
+    longer = value(name, "median_ms", work=f"mixed:16:{more}:8192")
+    deep = value(name, "median_ms", work=f"mixed:16:{part}:30000")
     whole = 8192 / value(name, "median_ms", work="prefill:8192")
     return {
         "part": str(part),
         "mixed": f"{mixed:.0f}",
-        "answers": f"{answers:.0f}",
         "speed": f"{part / mixed:.0f}",
+        "more": f"{more:,}",
+        "longer": f"{longer:.0f}",
+        "faster": f"{more / longer:.0f}",
+        "deep": f"{deep:.0f}",
         "alone": f"{whole:.0f}",
-        "rest": f"{part / (mixed - answers):.0f}",
     }
 
 
@@ -185,10 +188,11 @@ def quotes() -> list[Quote]:
         ),
         Quote(
             "docs/elastic.md",
-            "a step with 16 answers and {part} tokens of a prompt takes {mixed} ms, {speed} tokens "
-            "a millisecond, where prompts alone are computed at {alone}. A step of these answers "
-            "alone takes {answers} ms of it, and in what is left prompts are computed at {rest} "
-            "tokens a millisecond, as fast as alone".format(**_mixed()),
+            "a step with 16 answers and {part} tokens of a prompt at position 8,192 takes {mixed} "
+            "ms, {speed} tokens a millisecond; one with {more} tokens takes {longer} ms, {faster} "
+            "tokens a millisecond, and prompts alone are computed at {alone}. Deep in a prompt the "
+            "loss is larger: at position 30,000 the step with {part} tokens takes {deep} "
+            "ms".format(**_mixed()),
         ),
         Quote(
             "pd/transfer/staged/manager.py",
