@@ -93,7 +93,7 @@ class Policy(Protocol):
 class _IgnoresPrompt:
     """Base of the policies that do not look at the prompt."""
 
-    ignores_prompts = True
+    ignores_prompts: ClassVar[bool] = True
     reason: str
 
     def prefill(self, nodes: Sequence[NodeHandle], prompt: Prompt) -> RouteChoice:
@@ -159,7 +159,7 @@ class CacheAware:
     """Chooses the node with the longest cached prefix, or the least loaded one when loads differ
     much."""
 
-    ignores_prompts = False
+    ignores_prompts: ClassVar[bool] = False
 
     def prefill(self, nodes: Sequence[NodeHandle], prompt: Prompt) -> RouteChoice:
         longest, least = _extremes(nodes, prompt, _prefill_load)
