@@ -9,14 +9,15 @@ searched for a stop string and sent as an event of its own. Processor time count
 begun, since `request` says what beginning costs. `added` is the time from when a node sent a token
 until its event's last byte had reached the client, of tokens that were sent when all streams had
 begun. `stream with ids`: events have the token ids, too, which are written anew for each event.
-`/generate`: the streams by that endpoint, whose events have times as well; `whole`: each event has
-the whole answer so far. `long text`: the streams while a text of 32k tokens arrives every half
-second, of which no two have a passage in common; `text` is how long they took, and `beside_text`
-is the added time of those tokens that were sent meanwhile. `saturated requests`: requests, 64 at a
-time, to two nodes at a sixteenth of the step, and `saturated`: four times as many streams of these
-nodes, eight times as long, are more than one process can carry. With `--workers N` also N times as
-many requests, streams and nodes, and N processes of the proxy. Tokens a second are those that came
-while all streams ran.
+`chat`: the streams as chats (`/v1/chat/completions`), whose prompts are written by the chat
+template and tokenized. `/generate`: the streams by that endpoint, whose events have times as well;
+`whole`: each event has the whole answer so far. `long text`: the streams while a text of 32k tokens
+arrives every half second, of which no two have a passage in common; `text` is how long they took,
+and `beside_text` is the added time of those tokens that were sent meanwhile. `saturated requests`:
+requests, 64 at a time, to two nodes at a sixteenth of the step, and `saturated`: four times as many
+streams of these nodes, eight times as long, are more than one process can carry. With `--workers N`
+also N times as many requests, streams and nodes, and N processes of the proxy. Tokens a second are
+those that came while all streams ran.
 
 `load_share` is the processor time of the busiest client or node, by elapsed time: near 1 it is the
 load that is measured, and `--clients` has to be raised.
@@ -48,6 +49,7 @@ from pd.bench.proxy_load import (
     Answered,
     Begun,
     Ended,
+    Form,
     LongTexts,
     Requests,
     Streams,
@@ -79,12 +81,13 @@ _LONG_TOKENS, _LONG_EVERY = 32_768, 0.5
 _CHARACTERS_PER_TOKEN = 4
 _STOP = "never said"
 # Streams that are measured one after the other: name of the work, further fields of the requests,
-# and what `/generate` streams. Events of the first kind are written from a prepared template.
-_STREAMS: list[tuple[str, Fields, bool | None]] = [
-    ("stream", {}, None),
-    ("stream with ids", {"return_token_ids": True}, None),
-    ("/generate", {}, True),
-    ("/generate, whole", {}, False),
+# and their form. Events of `stream` and `chat` are written from a prepared template.
+_STREAMS: list[tuple[str, Fields, Form]] = [
+    ("stream", {}, "completions"),
+    ("stream with ids", {"return_token_ids": True}, "completions"),
+    ("chat", {}, "chat"),
+    ("/generate", {}, "generate"),
+    ("/generate, whole", {}, "generate, whole"),
 ]
 # Requests of `saturated requests` for each of `--requests`.
 _SATURATED_REQUESTS = 8
@@ -205,8 +208,8 @@ def measure_round(
                     rows.append({"work": "request", "system": "pd"} | found)
                 if "stream" in work:
                     asked = (proxy, nodes, clients, load.streams, load.tokens)
-                    for name, more, incremental in _STREAMS:
-                        streamed = run_streams(*asked, more=more, incremental=incremental)
+                    for name, more, form in _STREAMS:
+                        streamed = run_streams(*asked, more=more, form=form)
                         rows.append({"work": name, "system": "pd"} | _latency(streamed))
                     streamed = run_streams(*asked, texts=texts)
                     rows.append({"work": "long text", "system": "pd"} | _latency(streamed))
@@ -334,7 +337,7 @@ def run_streams(
     texts: Running | None = None,
     warm: bool = True,
     more: Fields = NO_FIELDS,
-    incremental: bool | None = None,
+    form: Form = "completions",
 ) -> Streamed:
     """Streams that begin together, and what they cost. Raises NodeFailedError if one fails.
 
@@ -343,7 +346,7 @@ def run_streams(
         texts: one more, which sends long texts from when all streams have begun.
         warm: count from when all have begun.
         more: further fields of the requests.
-        incremental: see :class:`pd.bench.proxy_load.Streams`.
+        form: see :class:`pd.bench.proxy_load.Streams`.
     """
     for node in nodes:
         node.ask()  # forgets what came before
@@ -353,9 +356,9 @@ def run_streams(
     meter, before = _Meter(server, nodes), 0
     for client, part in zip(clients, parts, strict=True):
         fields: Fields = {"stop": [_STOP]}
-        if incremental is None:
+        if form in ("completions", "chat"):
             fields |= {"return_token_ids": False} | more
-        client.tell(Streams(server.url, part, tokens, fields, incremental))
+        client.tell(Streams(server.url, part, tokens, fields, form))
     begun = [client.hear(Begun) for client in clients]
     if warm:
         # Until now every event has had one token.
@@ -469,8 +472,8 @@ def _sent_and_added(found: Streamed) -> tuple[FloatArray, FloatArray]:
     came: list[float] = []
     sent: list[float] = []
     for name, answer in zip(found.names, found.answers, strict=True):
-        # A single prompt of `/generate` has the request's name, the first of `/v1/completions` one
-        # made of it.
+        # A chat and a single prompt of `/generate` have the request's name, the first prompt of
+        # `/v1/completions` one made of it.
         own = found.sent[name] if name in found.sent else found.sent[f"{name}_0"]
         sent += own
         came += arrivals(answer, own)

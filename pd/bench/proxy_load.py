@@ -15,7 +15,7 @@ import select
 import socket
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -30,6 +30,7 @@ PROMPT = list(range(100, 116))
 # What answers and long texts consist of: prose, so that pieces of text are of the usual lengths.
 PROSE = "The proxy routes each request to a prefill node, which hands its keys and values over. "
 _WORDS = PROSE.split()
+Form = Literal["completions", "chat", "generate", "generate, whole"]
 _POLL_SECONDS = 0.002
 
 
@@ -46,14 +47,14 @@ class Streams(Script, frozen=True, tag=True):
         names: ids of the requests, one stream for each.
         tokens: that each asks for.
         fields: further fields of the requests.
-        incremental: the requests go to ``/generate``, and their events hold only what is new, or
-            all so far. None: they go to ``/v1/completions``.
+        form: where the requests go. Events of ``/generate`` hold only what is new, or all so far
+            (``generate, whole``).
     """
 
     names: list[str]
     tokens: int
     fields: dict[str, Any]
-    incremental: bool | None = None
+    form: Form = "completions"
 
 
 class Requests(Script, frozen=True, tag=True):
@@ -152,10 +153,14 @@ async def run_streams(script: Streams, tell: Callable[[Answer], None]) -> None:
 
 
 def _stream_request(server: Server, script: Streams, name: str) -> bytes:
-    if script.incremental is None:
-        return server.request(PROMPT, script.tokens, more=script.fields | {"rid": name})
+    more = script.fields | {"rid": name}
+    if script.form == "completions":
+        return server.request(PROMPT, script.tokens, more=more)
+    if script.form == "chat":
+        return server.chat_request(PROSE, script.tokens, more=more)
     sampling = {"max_new_tokens": script.tokens, "temperature": 0, "ignore_eos": True}
-    fields = {"input_ids": PROMPT, "stream": True, "incremental": script.incremental, "rid": name}
+    incremental = script.form == "generate"
+    fields = {"input_ids": PROMPT, "stream": True, "incremental": incremental, "rid": name}
     return server.post("/generate", fields | {"sampling_params": sampling | script.fields})
 
 

@@ -1,7 +1,8 @@
 """Nodes without a model for ``pd-bench proxy``: a process that speaks the messages of a unified
 node and answers at a programmed rate.
 
-Like a real node it sends one message a step with the tokens of all its requests. Times of the steps
+Like a real node it sends one message a step with the tokens of all its requests. All choices of a
+request have the same tokens, and log probabilities where these are asked for. Times of the steps
 are kept, and written to standard output at the end, one line of JSON.
 """
 
@@ -16,6 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 import zmq
 
 from pd.core.messages import (
@@ -29,6 +31,7 @@ from pd.core.messages import (
     ProxyHeartbeat,
     Stages,
     StepOutputs,
+    TokenLogprobs,
     counts,
     decode,
     encode,
@@ -62,12 +65,14 @@ class _Running:
     """A request under way.
 
     Attributes:
+        choices: those that have not ended.
         first: the number of the step with its first token; every later step has one more.
     """
 
     def __init__(self, request: Generate, first: int) -> None:
         self.request = request
         self.room = request.room
+        self.choices = list(range(request.params.n))
         self.first = first
         self.last = first + request.params.max_tokens - 1
 
@@ -148,13 +153,22 @@ class ScriptedNode:
                     self._begin(each)
             elif isinstance(message, Abort):
                 for requests in self._running.values():
-                    if (ended := requests.pop(message.room, None)) is not None:
-                        ended.last = len(self._steps) - 1
+                    self._abort(requests, message)
 
     def _begin(self, request: Generate) -> None:
         running = _Running(request, len(self._steps))
         self._running.setdefault(request.sender, {})[request.room] = running
         self._began.append(running)
+
+    def _abort(self, requests: dict[bytes, _Running], message: Abort) -> None:
+        running = requests.get(message.room)
+        if running is None:
+            return
+        if message.index is not None:
+            running.choices = [index for index in running.choices if index != message.index]
+        if message.index is None or not running.choices:
+            del requests[message.room]
+            running.last = len(self._steps) - 1
 
     def take_sent(self) -> dict[str, list[float]]:
         """When tokens were sent, by the names of the requests that began since the last call; of
@@ -183,16 +197,39 @@ class ScriptedNode:
             outputs: list[Output] = []
             for running in requests.values():
                 position = number - running.first
-                output = Output(running.room, 0, position, token_ids[position % len(token_ids)])
-                if position == 0:
-                    output.cached_tokens, output.stages = 0, Stages(queue=0.0, prefill=0.0)
+                new = token_ids[position % len(token_ids)]
+                for index in running.choices:
+                    output = Output(running.room, index, position, new)
+                    if position == 0:
+                        output.cached_tokens, output.stages = 0, Stages(queue=0.0, prefill=0.0)
+                    if running.request.params.logprobs:
+                        self._add_logprobs(running.request, output)
+                    if number == running.last:
+                        output.finish = Finish("length")
+                    outputs.append(output)
                 if number == running.last:
-                    output.finish = Finish("length")
                     ending.append(running.room)
-                outputs.append(output)
             self._send(proxy, StepOutputs(to=proxy, sender=self._instance, outputs=outputs))
             for room in ending:
                 del requests[room]
+
+    def _add_logprobs(self, request: Generate, output: Output) -> None:
+        """Add made-up log probabilities; those of the prompt come with the first choice."""
+        params = request.params
+        output.logprobs = self._logprobs(output.token_ids, params.top_logprobs)
+        start = params.prompt_logprobs_start
+        if start is not None and output.position == output.index == 0:
+            prompt = np.frombuffer(request.token_ids, "<i4").tolist()
+            entries = self._logprobs(prompt, params.top_logprobs)
+            entries[0] = TokenLogprobs(prompt[0], None)
+            output.prompt_logprobs = entries[start:]
+
+    def _logprobs(self, token_ids: list[int], top: int) -> list[TokenLogprobs]:
+        size, values = self._script.vocab_size, [-0.5 * (1 + place) for place in range(top)]
+        return [
+            TokenLogprobs(token, -0.5, [(token + place) % size for place in range(top)], values)
+            for token in token_ids
+        ]
 
     def _send(self, proxy: str, message: Message) -> None:
         number = self._numbers.setdefault(proxy, Sent()).number(counts=counts(message))

@@ -1,6 +1,7 @@
 """Streamed completions over plain sockets: bytes are noted with their time and read afterwards.
 
-Events may be those of ``/v1/completions``, or of ``/generate``, whose texts may hold those before.
+Events may be those of ``/v1/completions``, of ``/v1/chat/completions``, or of ``/generate``, whose
+texts may hold those before.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pd.bench.load.target import split_url, tls_context
 from pd.core.errors import SetupError, UsageError
 
 _ENDPOINT = "/v1/completions"
+_CHAT_ENDPOINT = "/v1/chat/completions"
 
 
 @dataclass
@@ -77,9 +79,10 @@ class CompletionReception(load.Reception):
                 continue
             for choice in event["choices"]:
                 ids = choice.get("token_ids")
-                count = int(bool(choice["text"])) if ids is None else len(ids)
+                text = choice["delta"].get("content") if "delta" in choice else choice["text"]
+                count = int(bool(text)) if ids is None else len(ids)
                 if count:
-                    found.add(at, count, choice["text"])
+                    found.add(at, count, text or "")
         if not (done or self.cut_reason is not None):
             found.error = "the connection ended in the middle of the stream"
         return found
@@ -137,6 +140,24 @@ class Server:
         if self._model is not None:
             fields["model"] = self._model
         return self.post(_ENDPOINT, fields | (more or {}))
+
+    def chat_request(
+        self, content: str, max_tokens: int, *, more: dict[str, Any] | None = None
+    ) -> bytes:
+        """A greedy chat of one message, as it goes over the wire.
+
+        ``more``: further fields of the request.
+        """
+        fields: dict[str, Any] = {
+            "messages": [{"role": "user", "content": content}],
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        if self._model is not None:
+            fields["model"] = self._model
+        return self.post(_CHAT_ENDPOINT, fields | (more or {}))
 
     def post(self, endpoint: str, fields: dict[str, Any]) -> bytes:
         """A request whose answer ends the connection, as it goes over the wire."""

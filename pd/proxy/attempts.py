@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
 
 from pd.core.errors import NodeFailedError, UnavailableError
 from pd.core.messages import Abort, Generate, GenerateTogether
@@ -13,10 +15,14 @@ from pd.proxy.prediction import Demand
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    import numpy.typing as npt
+
     from pd.proxy.attempt import Attempt
     from pd.proxy.metrics import Metrics
     from pd.proxy.node_handle import NodeHandle
     from pd.proxy.routing import Route, Router
+
+    IntArray = npt.NDArray[np.int32]
 
 # Nodes are told so much of the hash of a key, enough to tell keys apart.
 _OWNER_CHARACTERS = 16
@@ -59,16 +65,19 @@ class Attempts:
             preferred: the node that computes the prompt, if it can.
             occupied: nodes to which the attempt must not go now.
         """
-        route = self._route(attempt, demand_of(attempt), preferred, occupied)
+        demand = demand_of(attempt)
+        route = self._route(attempt, demand, preferred, occupied)
         if route.first in occupied or route.decode in occupied:
             return False
-        self.open_on(attempt, route)
+        self._take(attempt, route, demand)
         return True
 
     def open_on(self, attempt: Attempt, route: Route) -> None:
         """Have an attempt, which is then to be sent, take these nodes."""
+        self._take(attempt, route, demand_of(attempt))
+
+    def _take(self, attempt: Attempt, route: Route, demand: Demand) -> None:
         generation, asked = attempt.generation, attempt.asked
-        demand = demand_of(attempt)
         attempt.first, attempt.decode = route.first, route.decode
         attempt.predicted = route.predicted
         if route.decode is not None:
@@ -76,7 +85,7 @@ class Attempts:
             if attempt.hand_off is not None:
                 attempt.hand_off.began(attempt)
         generation.holder = route.decode or route.first
-        cached = route.first.tree.match(*demand.prompt) if route.first.tree else 0
+        cached = route.first.cached_tokens(demand.prompt)
         attempt.uncached_tokens = len(asked.token_ids) - cached
         route.first.pending_tokens += attempt.uncached_tokens
         self._rooms[attempt.room] = attempt
@@ -130,19 +139,22 @@ class Attempts:
 
     def have_nodes(self, attempt: Attempt) -> bool:
         """Whether there are nodes that could take an attempt, or those that follow it."""
+        demand = demand_of(attempt)
         try:
-            self._route(attempt, demand_of(attempt))
+            self._route(attempt, demand)
         except UnavailableError:
-            return self.could_go_on_alone(attempt)
+            return self._could_go_on_alone(attempt, demand)
         return True
 
     def could_go_on_alone(self, attempt: Attempt) -> bool:
         """Whether a decode node could go on behind the tokens that the client has, where no node
         of another role can."""
+        return self._could_go_on_alone(attempt, demand_of(attempt))
+
+    def _could_go_on_alone(self, attempt: Attempt, demand: Demand) -> bool:
         if not all(choice.output_ids for choice in attempt.choices if choice.finish is None):
             return False
         model, avoided = attempt.generation.spec.model, attempt.history.avoided
-        demand = demand_of(attempt)
         try:
             self._reached(lambda: self._router.route_alone(model, demand, avoided))
         except UnavailableError:
@@ -190,7 +202,7 @@ class Attempts:
             sender=self._instance_id,
             rid=generation.spec.rid,
             room=attempt.room,
-            token_ids=asked.token_ids.astype("<i4", copy=False).tobytes(),
+            token_ids=_memory(asked.token_ids),
             params=asked.params,
             produced=asked.produced,
             namespace=generation.spec.namespace,
@@ -251,6 +263,13 @@ def _usable(node: NodeHandle, cached: int, length: int) -> int:
     """Tokens that a node takes from its cache: whole pages, and never the last of the prompt."""
     assert node.info is not None
     return min(cached, (length - 1) // node.info.page_size * node.info.page_size)
+
+
+def _memory(token_ids: IntArray) -> bytes:
+    """The memory of token ids as a field of a message."""
+    # NOTE: this is a view, which is copied only as the message is written. Fields of messages that
+    # were read are bytes.
+    return cast("bytes", np.ascontiguousarray(token_ids, "<i4").data)
 
 
 def connection_lost(node: NodeHandle) -> NodeFailedError:

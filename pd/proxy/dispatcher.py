@@ -455,15 +455,13 @@ class Dispatcher:
 
     def _remember(self, generation: Generation) -> None:
         """Tell the policy where the conversation's KV is now."""
-        holder = generation.holder
-        if holder is None or not holder.alive:
+        holder, policy = generation.holder, self._router.policy
+        if policy.ignores_prompts or holder is None or not holder.alive:
             return
-        spec = generation.spec
+        prompt = Prompt(generation.spec.token_ids, generation.spec.namespace)
         for choice in generation.choices:
             # The last token's KV was never computed.
-            output = np.array(choice.output_ids[:-1], dtype=np.int32)
-            tokens = np.concatenate([spec.token_ids, output])
-            self._router.policy.computed(holder, Prompt(tokens, spec.namespace))
+            policy.computed(holder, prompt.followed_by(choice.output_ids[:-1]))
 
     def _fail(self, generation: Generation, error: PDError) -> None:
         """End a generation without success; the first error wins."""

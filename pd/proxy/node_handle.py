@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pd.core.messages import Message, NodeHeartbeat, PrefixEvents, RoleState
     from pd.proxy.attempt import Attempt
     from pd.proxy.channel import NodeChannel
+    from pd.proxy.policies import Prompt
     from pd.proxy.prefix_tree import PrefixTree
     from pd.proxy.responses import WorkerEntry
 
@@ -205,6 +206,12 @@ class NodeHandle:
         if not isinstance(self.tree, ReportedPrefixes):
             self.tree = ReportedPrefixes(self.info.page_size, self.info.pages.total)
         self.tree.apply(events)
+
+    def cached_tokens(self, prompt: Prompt) -> int:
+        """Leading tokens of a prompt that the node presumably holds, in whole pages."""
+        if self.tree is None:
+            return 0
+        return self.tree.match(prompt.token_ids, prompt.namespace, prompt.data)
 
     @property
     def elastic(self) -> bool:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import random
 from itertools import count
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+
+import numpy as np
 
 from pd.core.errors import UsageError
 from pd.proxy.prefix_tree import PrefixTree
@@ -13,7 +15,6 @@ from pd.proxy.prefix_tree import PrefixTree
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import numpy as np
     import numpy.typing as npt
 
     from pd.proxy.node_handle import NodeHandle
@@ -29,24 +30,39 @@ IMBALANCE_REQUESTS = 4
 IMBALANCE_SHARE = 1.25
 
 
-class _Properties(NamedTuple):
-    token_ids: IntArray
-    namespace: str
-    data: bytes
-
-
-class Prompt(_Properties):
+class Prompt:
     """The properties of a prompt by which routing chooses.
 
     Attributes:
-        data: memory of the token ids, in which the prefixes of every node are looked for. It is
-            copied once, since a long prompt has some hundred kilobytes.
+        token_ids: int32 ``[n]``, which nobody changes any more.
+        namespace: separates cached prefixes.
     """
 
-    __slots__ = ()
+    __slots__ = ("_data", "namespace", "token_ids")
 
-    def __new__(cls, token_ids: IntArray, namespace: str) -> Prompt:
-        return super().__new__(cls, token_ids, namespace, token_ids.tobytes())
+    def __init__(self, token_ids: IntArray, namespace: str) -> None:
+        self.token_ids = token_ids
+        self.namespace = namespace
+        self._data: bytes | None = None
+
+    @property
+    def data(self) -> bytes:
+        """Memory of the token ids, in which the prefixes of every node are looked for.
+
+        A long prompt has some hundred kilobytes. They are copied when a node's prefixes are asked
+        for the first time, and not at all where no node has any.
+        """
+        if self._data is None:
+            self._data = self.token_ids.tobytes()
+        return self._data
+
+    def followed_by(self, output_ids: Sequence[int]) -> Prompt:
+        """The prompt with tokens of output behind it. The prompt is copied once."""
+        output = np.array(output_ids, dtype=np.int32)
+        data = b"".join([np.ascontiguousarray(self.token_ids).data, output.data])
+        extended = Prompt(np.frombuffer(data, np.int32), self.namespace)
+        extended._data = data
+        return extended
 
 
 class RouteChoice(NamedTuple):
@@ -57,7 +73,14 @@ class RouteChoice(NamedTuple):
 
 
 class Policy(Protocol):
-    """Picks among nodes that can all serve the request (never an empty list)."""
+    """Picks among nodes that can all serve the request (never an empty list).
+
+    Attributes:
+        ignores_prompts: whether :meth:`computed` does nothing, so that no prompt with its answer
+            has to be put together for it.
+    """
+
+    ignores_prompts: ClassVar[bool]
 
     def prefill(self, nodes: Sequence[NodeHandle], prompt: Prompt) -> RouteChoice: ...
 
@@ -70,6 +93,7 @@ class Policy(Protocol):
 class _IgnoresPrompt:
     """Base of the policies that do not look at the prompt."""
 
+    ignores_prompts: ClassVar[bool] = True
     reason: str
 
     def prefill(self, nodes: Sequence[NodeHandle], prompt: Prompt) -> RouteChoice:
@@ -135,6 +159,8 @@ class CacheAware:
     """Chooses the node with the longest cached prefix, or the least loaded one when loads differ
     much."""
 
+    ignores_prompts: ClassVar[bool] = False
+
     def prefill(self, nodes: Sequence[NodeHandle], prompt: Prompt) -> RouteChoice:
         longest, least = _extremes(nodes, prompt, _prefill_load)
         excess = longest.node.prefill_load - least.node.prefill_load
@@ -154,7 +180,7 @@ class CacheAware:
         if node.tree is None and node.info is not None:
             node.tree = PrefixTree(node.info.page_size, node.info.pool_tokens)
         if node.tree is not None:
-            node.tree.insert(*prompt)
+            node.tree.insert(prompt.token_ids, prompt.namespace, prompt.data)
 
 
 class _Matched(NamedTuple):
@@ -176,7 +202,7 @@ def _extremes(
     def held(node: NodeHandle) -> int:
         return node.tree.num_tokens if node.tree else 0
 
-    found = [_Matched(w, w.tree.match(*prompt) if w.tree else 0) for w in nodes]
+    found = [_Matched(node, node.cached_tokens(prompt)) for node in nodes]
     longest = max(found, key=lambda f: (f.matched, -load(f.node)))
     least = min(found, key=lambda f: (load(f.node), -f.matched, held(f.node)))
     return longest, least

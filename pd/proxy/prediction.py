@@ -268,7 +268,7 @@ class Predictor:
         """
         load, length = node.load, demand.length
         assert load.reported is not None
-        cached = min(node.tree.match(*demand.prompt) if node.tree else 0, length - 1)
+        cached = min(node.cached_tokens(demand.prompt), length - 1)
         prefill = load.prefill_seconds(length, cached)
         if ttft is None:
             ttft = load.queue_seconds + prefill
@@ -291,7 +291,7 @@ class Predictor:
         shape = StepShape(streams=streams, context=context)
         step = load.reported.cost.seconds(shape)
         misses = streams * _slow(step, load.reported.itl)
-        cached = node.tree.match(*demand.prompt) if node.tree else 0
+        cached = node.cached_tokens(demand.prompt)
         if demand.tokens - cached > load.free_tokens:
             misses += demand.streams  # they would wait for memory
         busy = 0.0

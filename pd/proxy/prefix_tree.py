@@ -38,10 +38,13 @@ class PrefixTree:
         return self._cache.peek_memory(tokens.tobytes() if data is None else data, namespace)
 
     def insert(self, tokens: IntArray, namespace: str, data: bytes | None = None) -> None:
-        """The node is about to hold these tokens. ``data``: see :meth:`match`; not needed here."""
+        """The node is about to hold these tokens. ``data``: see :meth:`match`."""
         num_pages = min(len(tokens) // self._page_size, self._max_pages)
+        whole = tokens[: num_pages * self._page_size]
         pages = np.zeros(num_pages, dtype=np.int32)  # page ids mean nothing here
-        self._cache.insert(tokens[: num_pages * self._page_size], pages, namespace)
+        if data is not None and len(tokens) - len(whole) >= self._page_size:
+            data = data[: whole.nbytes]  # the pool holds no more of it
+        self._cache.insert(whole, pages, namespace, data=data)
         excess = self._cache.evictable_pages - self._max_pages
         if excess > 0:
             self._cache.evict(excess)

@@ -147,9 +147,18 @@ class RadixCache:
         return [self._root, *self._walk(self._key(tokens, None), namespace)[0]]
 
     def insert(
-        self, tokens: IntArray, pages: IntArray, namespace: str = "", *, priority: int = 0
+        self,
+        tokens: IntArray,
+        pages: IntArray,
+        namespace: str = "",
+        *,
+        priority: int = 0,
+        data: bytes | None = None,
     ) -> InsertResult:
         """Cache ``pages`` (int32 ``[n]``) as holding ``tokens`` (int32 ``[n * page_size]``).
+
+        ``data`` is the memory of ``tokens``, which less than a page may follow, from a caller that
+        has it: the tokens are not copied as a whole then.
 
         Counts as use of the whole key. See `InsertResult` for the owners of the pages afterwards.
         The cache keeps the array ``pages`` itself: do not write to it afterwards.
@@ -157,7 +166,8 @@ class RadixCache:
         int32 arrays.
         """
         _require_int32("pages", pages)
-        data = self._key(tokens, None)
+        if data is None:
+            data = self._key(tokens, None)
         if len(tokens) != len(pages) * self.page_size:
             raise ValueError(
                 f"{len(tokens)} tokens do not fill {len(pages)} pages of {self.page_size}; "
@@ -174,7 +184,8 @@ class RadixCache:
         existing = matched // self._page_bytes
         if existing < len(pages):
             parent = path[-1] if path else self._root
-            path.append(self._add_leaf(parent, namespace, data[matched:], _kept(pages[existing:])))
+            key = data[matched : len(pages) * self._page_bytes]
+            path.append(self._add_leaf(parent, namespace, key, _kept(pages[existing:])))
             path[-1].priority = priority
         if not path:
             return InsertResult(0, self._root, _NO_PAGES)

@@ -45,6 +45,7 @@ def test_every_work_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         ("request", "pd"),
         ("stream", "pd"),
         ("stream with ids", "pd"),
+        ("chat", "pd"),
         ("/generate", "pd"),
         ("/generate, whole", "pd"),
         ("long text", "pd"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import re
 import signal
 import time
 from contextlib import ExitStack
@@ -15,6 +18,7 @@ from tiny import tiny_node
 
 from pd.core.messages import LEASE_SECONDS, PreferRole
 from pd.proxy.config import ProxyConfig
+from pd.proxy.processes.parent import ProxyProcesses
 from pd.proxy.server import ProxyThread
 
 if TYPE_CHECKING:
@@ -217,3 +221,55 @@ def test_another_proxy_decides_when_one_is_killed_or_stands_still(
             assert deciders(nodes) == {third}
             time.sleep(0.5)
         assert "no longer decides" in names[second].log.read_text()
+
+
+@pytest.mark.full
+def test_one_process_of_a_proxy_decides_and_another_when_it_is_killed(
+    nodes: list[NodeServer],
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Each process of a proxy is one of several proxies to the nodes."""
+    caplog.set_level(logging.INFO)  # of the processes, too, which say when they decide
+    config = ProxyConfig(port=0, workers=2, **flags(nodes))
+    make: Any = ProxyProcesses
+    said = ""
+
+    def deciding() -> list[str]:
+        """Numbers of the processes that said they decide, or decide no longer, in their order."""
+        nonlocal said
+        said += capfd.readouterr().err
+        return re.findall(r"\[(\d)\] \S*role_lease: this proxy (?:no longer )?decides", said)
+
+    with ProxyThread(config, make) as thread:
+        parent: Any = thread.proxy
+        wait_until(lambda: has_one(nodes), 30, lambda: leases(nodes))
+        (first,) = deciders(nodes)
+        victim, other = parent.children
+        if victim.instance_id != first:
+            victim, other = other, victim
+        assert victim.instance_id == first
+        wait_until(lambda: deciding() == [str(victim.number)], 30, lambda: said)
+        # The nodes hear the other one, too, for longer than a lease.
+        for _ in range(int(2 * LEASE_SECONDS) + 1):
+            assert deciders(nodes) == {first}
+            time.sleep(0.5)
+        assert deciding() == [str(victim.number)]
+        terms = [lease["term"] for lease in leases(nodes)]
+        os.kill(victim.pid, signal.SIGKILL)
+        wait_until(lambda: has_one(nodes) and deciders(nodes) != {first}, 30)
+        assert all(lease["term"] > term for lease, term in zip(leases(nodes), terms, strict=True))
+
+        def replaced() -> bool:
+            child = parent.children[victim.number]
+            return child is not None and child is not victim and child.serves
+
+        wait_until(replaced, 30)
+        # Whichever has the leases first keeps them: the one that lived, or the successor.
+        (second,) = deciders(nodes)
+        numbers = {child.instance_id: str(child.number) for child in parent.children}
+        wait_until(lambda: len(deciding()) == 2, 30, lambda: said)
+        for _ in range(int(2 * LEASE_SECONDS) + 1):
+            assert deciders(nodes) == {second}
+            time.sleep(0.5)
+        assert deciding() == [str(victim.number), numbers[second]]

@@ -35,9 +35,32 @@ def test_a_report_tells_what_is_cached_of_a_prompt() -> None:
 def test_prompts_are_matched_by_memory_that_is_made_once(length: int) -> None:
     prompt = Prompt(tokens(*range(length)), "salt")
     for known in (ReportedPrefixes(PAGE, 100), PrefixTree(PAGE, 400)):
-        known.insert(tokens(*range(20)), "salt")
-        assert known.match(*prompt) == known.match(prompt.token_ids, "salt") == length // 4 * 4
-        assert known.match(*Prompt(prompt.token_ids[1:], "salt")) == 0
+        begin = Prompt(tokens(*range(20)), "salt")
+        known.insert(begin.token_ids, "salt", begin.data)
+        held = known.match(prompt.token_ids, "salt", prompt.data)
+        assert held == known.match(prompt.token_ids, "salt") == min(length, 20) // 4 * 4
+        other = Prompt(prompt.token_ids[1:], "salt")
+        assert known.match(other.token_ids, "salt", other.data) == 0
+
+
+@pytest.mark.parametrize("length", [0, 1, 4, 5])
+def test_a_conversation_that_goes_on_is_a_prompt_with_its_answer(length: int) -> None:
+    prompt = Prompt(tokens(*range(7)), "salt").followed_by([9] * length)
+    assert prompt.token_ids.tolist() == [*range(7), *[9] * length]
+    assert prompt.data == prompt.token_ids.tobytes()
+    assert (prompt.token_ids.dtype, prompt.namespace) == (np.int32, "salt")
+
+
+@pytest.mark.parametrize("length", [39, 40, 41, 43, 44, 400])
+def test_a_guess_is_the_same_with_memory_that_is_made_once(length: int) -> None:
+    """The pool holds ten pages, and prompts may end within a page or be longer than it."""
+    with_memory, without = PrefixTree(PAGE, 10 * PAGE), PrefixTree(PAGE, 10 * PAGE)
+    for start in (0, 7, 0):
+        prompt = Prompt(tokens(*range(start, start + length)), "")
+        with_memory.insert(prompt.token_ids, "", prompt.data)
+        without.insert(prompt.token_ids, "")
+        assert with_memory.match(prompt.token_ids, "") == without.match(prompt.token_ids, "")
+        assert with_memory.num_tokens == without.num_tokens <= 10 * PAGE
 
 
 def test_what_was_just_sent_counts_until_it_is_reported_or_evicted() -> None:
@@ -107,9 +130,9 @@ def test_many_answers_hash_and_note_the_pages_of_their_prompt_once(
     prompt = tokens(*range(4000))
     for number in range(64):
         answer = Prompt(np.concatenate([prompt, tokens(*[number] * 10 * PAGE)]), "")
-        assert known.match(*answer) == (len(prompt) if number else 0)
-        known.insert(*answer)
-        assert known.match(*answer) == len(answer.token_ids)
+        assert known.match(answer.token_ids, "", answer.data) == (len(prompt) if number else 0)
+        known.insert(answer.token_ids, "", answer.data)
+        assert known.match(answer.token_ids, "", answer.data) == len(answer.token_ids)
     assert (sum(hashed), noted.times) == (4000 // PAGE + 64 * 10,) * 2
 
 

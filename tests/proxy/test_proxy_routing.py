@@ -94,7 +94,7 @@ class TestCacheAware:
         nodes = [handle("prefill", name) for name in "ab"]
         policy = CacheAware()
         policy.computed(nodes[1], LONG)
-        assert policy.prefill(nodes, LONG._replace(namespace="salt")).reason == "load"
+        assert policy.prefill(nodes, Prompt(LONG.token_ids, "salt")).reason == "load"
 
     def test_a_queue_that_costs_more_than_the_prefix_saves_loses(self) -> None:
         nodes = [handle("prefill", name) for name in "ab"]

@@ -110,7 +110,7 @@ class Rehearsal:
         self.model = Model(page_size, policy)
         self.handles: list[tuple[TreeNode, Prefix]] = []  # valid until the next eviction
         self.locked: list[tuple[TreeNode, Prefix]] = []
-        self.num_made = 0
+        self.num_made = self.num_inserts = 0
         self.given_back: list[int] = []
 
     def match(self, namespace: str, tokens: tuple[int, ...], max_tokens: int | None) -> MatchResult:
@@ -132,12 +132,15 @@ class Rehearsal:
 
     def insert(self, namespace: str, tokens: tuple[int, ...], priority: int) -> InsertResult:
         count = len(tokens) // self.model.page_size
+        # Every second time the caller has the memory, with what follows the whole pages.
+        self.num_inserts += 1
+        data = as_array(tokens).tobytes() if self.num_inserts % 2 else None
         tokens = tokens[: count * self.model.page_size]
         page_ids = list(range(self.num_made, self.num_made + count))
         self.num_made += count
         existing = self.model.insert(namespace, tokens, page_ids, priority)
         result = self.cache.insert(
-            as_array(tokens), as_array(page_ids), namespace, priority=priority
+            as_array(tokens), as_array(page_ids), namespace, priority=priority, data=data
         )
         assert result.existing_pages == existing
         stored = [self.model.pages[p].page_id for p in self.model.prefixes(namespace, tokens)]
