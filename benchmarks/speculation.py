@@ -8,7 +8,10 @@ verifying do their full work, then as many tokens count as accepted as `--accept
 `speedup` is the ratio of tokens a second of a stream to those without speculation, measured in
 another process of the same run. `resting_ratio` is the same for a head whose drafts are all wrong
 (an acceptance length of 1), with adaptive draft lengths. `verify_ratio` is the time of a step of 5
-tokens of each sequence by that of a plain step. Flags after `--` go to every `pd-bench engine`.
+tokens of each sequence by that of a plain step. It is null for a batch with more such tokens than
+the largest CUDA graph of steps with drafts, which has `--drafted` + 1 for each of
+`--max-running-requests`, at most 512: a larger step is launched kernel by kernel, and takes as long
+as its launches. Flags after `--` go to every `pd-bench engine`.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
 from pd.bench.report import write_report  # noqa: E402
+from pd.engine.step_graphs import MAX_VERIFIED  # noqa: E402
 
+# Tokens of each sequence in a step whose time `verify_ratio` compares with a plain one.
 VERIFIED = 5
 
 
@@ -43,12 +48,14 @@ def main() -> int:
     head += ["--speculative-draft-model", "llama-3.1-8b-eagle3"]
     head += ["--speculative-num-draft-tokens", str(args.drafted)]
     spec = [f"spec:{batch}:{args.drafted}" for batch in batches]
-    verify = [f"verify:{batch}:{tokens}" for batch in batches for tokens in (1, VERIFIED)]
     adaptive = ["--speculative-adaptive", "on", "--simulate-acceptance", "1"]
     fixed = ["--speculative-adaptive", "off", "--simulate-acceptance", str(args.acceptance)]
-    plain = engine(args.flags, [f"decode:{batch}" for batch in batches])
-    drafting = engine([*args.flags, *head, *fixed], [*spec, *verify])
-    resting = engine([*args.flags, *head, *adaptive], spec)
+    plain, settings = engine(args.flags, [f"decode:{batch}" for batch in batches])
+    captured = largest_verified(settings, args.drafted)
+    fitting = [batch for batch in batches if batch * VERIFIED <= captured]
+    verify = [f"verify:{batch}:{tokens}" for batch in fitting for tokens in (1, VERIFIED)]
+    drafting, _ = engine([*args.flags, *head, *fixed], [*spec, *verify])
+    resting, _ = engine([*args.flags, *head, *adaptive], spec)
     rows = []
     for batch, name in zip(batches, spec, strict=True):
         none, with_head = plain[f"decode:{batch}"], drafting[name]
@@ -63,8 +70,7 @@ def main() -> int:
                 "tokens_per_s": round(with_head["tokens_per_s"] / batch, 1),
                 "speedup": with_head["tokens_per_s"] / none["tokens_per_s"],
                 "resting_ratio": resting[name]["tokens_per_s"] / none["tokens_per_s"],
-                "verify_ratio": drafting[f"verify:{batch}:{VERIFIED}"]["median_ms"]
-                / drafting[f"verify:{batch}:1"]["median_ms"],
+                "verify_ratio": verify_ratio(drafting, batch),
             }
         )
         print(json.dumps(rows[-1]), flush=True)
@@ -73,8 +79,26 @@ def main() -> int:
     return 0
 
 
-def engine(flags: list[str], work: list[str]) -> dict[str, Any]:
-    """Rows of one `pd-bench engine` by their work; ends the program if it fails."""
+def largest_verified(settings: dict[str, Any], drafted: int) -> int:
+    """Tokens of the largest CUDA graph of steps with drafts, on a node with these settings of a
+    result of `pd-bench engine`; 0 without graphs."""
+    sizes = settings["cuda_graph_batch_sizes"]
+    largest = settings["max_running_requests"] if sizes is None else max(sizes, default=0)
+    return min(MAX_VERIFIED, largest * (drafted + 1))
+
+
+def verify_ratio(rows: dict[str, Any], batch: int) -> float | None:
+    """The time of a step of several tokens of each sequence by that of a plain one; None if it was
+    not measured."""
+    several = rows.get(f"verify:{batch}:{VERIFIED}")
+    if several is None:
+        return None
+    return float(several["median_ms"] / rows[f"verify:{batch}:1"]["median_ms"])
+
+
+def engine(flags: list[str], work: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Rows of one `pd-bench engine` by their work, and its settings; ends the program if it
+    fails."""
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory) / "engine.json"
         program = "import sys; from pd.cli import bench; sys.exit(bench())"
@@ -84,7 +108,8 @@ def engine(flags: list[str], work: list[str]) -> dict[str, Any]:
         command += [*flags, "--work", *work, "--output", str(output)]
         if subprocess.run(command, cwd=ROOT, check=False).returncode:
             raise SystemExit(f"failed: {shlex.join(command)}")
-        return {row["work"]: row for row in json.loads(output.read_text())["results"]}
+        report = json.loads(output.read_text())
+        return {row["work"]: row for row in report["results"]}, report["settings"]
 
 
 if __name__ == "__main__":

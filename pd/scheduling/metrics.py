@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 _BUCKETS = tuple(0.001 * 2**power for power in range(18))
 _TRANSFER_BUCKETS = tuple(0.0001 * 2**power for power in range(20))
@@ -91,9 +91,18 @@ class VerifiedDrafts:
             self.accepted[position] += 1
 
 
+# Once so many drafts are counted in the mean acceptance length, all of them weigh half as much as
+# those that follow.
+_RECENT_DRAFTS = 10_000
+
+
 class SpeculationMetrics:
-    """Drafted and accepted tokens. Tokens per verified draft, the model's own among them, are
-    ``1 + accepted / drafts``."""
+    """Drafted and accepted tokens, and the time of steps with drafts.
+
+    The acceptance length, the mean tokens per verified draft with the model's own after it, is
+    ``1 + accepted / drafts``. Its gauge is the mean since the start until 10,000 drafts were
+    verified; after that, older drafts weigh less.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._drafts = Counter("pd_speculative_drafts", "Drafts verified", registry=registry)
@@ -106,10 +115,18 @@ class SpeculationMetrics:
         )
         # By position; looking a label up takes longer than counting.
         self._accepted_at: list[Counter] = []
+        # Drafts and accepted tokens by weight, in one tuple, since another thread reads both.
+        self._recent = (0.0, 0.0)
+        Gauge(
+            "pd_speculative_acceptance_length",
+            "Mean tokens per verified draft, the model's own among them, over the last 10,000 "
+            "drafts or so; 0 before the first",
+            registry=registry,
+        ).set_function(self._acceptance_length)
         self._steps = Counter("pd_speculative_steps", "Steps with drafts", registry=registry)
         self._seconds = Counter(
             "pd_speculative_step_seconds",
-            "Time of steps with drafts, by part",
+            "Time of steps with drafts: draft, verify, and total, which is their sum",
             ["part"],
             registry=registry,
         )
@@ -119,6 +136,7 @@ class SpeculationMetrics:
         self._steps.inc()
         self._seconds.labels("draft").inc(draft_seconds)
         self._seconds.labels("verify").inc(verify_seconds)
+        self._seconds.labels("total").inc(draft_seconds + verify_seconds)
 
     def observe(self, verified: VerifiedDrafts) -> None:
         """Drafts of a step were verified."""
@@ -128,6 +146,14 @@ class SpeculationMetrics:
             if position == len(self._accepted_at):
                 self._accepted_at.append(self._accepted.labels(position))
             self._accepted_at[position].inc(count)
+        drafts, accepted = self._recent
+        drafts, accepted = drafts + verified.drafts, accepted + sum(verified.accepted)
+        weight = 0.5 if drafts >= _RECENT_DRAFTS else 1.0
+        self._recent = (weight * drafts, weight * accepted)
+
+    def _acceptance_length(self) -> float:
+        drafts, accepted = self._recent
+        return 1 + accepted / drafts if drafts else 0.0
 
 
 class RequestMetrics:

@@ -31,5 +31,15 @@ def test_a_number_that_is_no_field_is_refused(tmp_path: Path) -> None:
         findings(tmp_path, "It takes {two[ttft_p50_ms]} ms.")
 
 
+def test_null_is_an_empty_cell_of_a_column_of_numbers() -> None:
+    rows = [{"batch": 32, "verify_ratio": 1.25}, {"batch": 64, "verify_ratio": None}]
+    assert render_benchmarks.table(rows).splitlines() == [
+        "| batch | verify ratio |",
+        "|---:|---:|",
+        "| 32 | 1.25 |",
+        "| 64 |  |",
+    ]
+
+
 def test_a_result_without_a_page_has_only_its_table(tmp_path: Path) -> None:
     assert render_benchmarks.findings(tmp_path / "none.md", ROWS) == ""

@@ -67,11 +67,16 @@ def test_a_model_that_drafts_for_itself_is_always_right(kind: str, params: dict[
         accepted = counter(decoding, "pd_speculative_accepted_total")
         assert drafts == len(PROMPTS) * 40 / (DRAFTED + 1)
         assert accepted == drafts * DRAFTED
+        assert counter(decoding, "pd_speculative_acceptance_length") == DRAFTED + 1
         cluster.wait_idle()
         steps = counter(decoding, "pd_speculative_steps_total")
         assert 0 < steps <= drafts
-        for part in ("draft", "verify"):
-            assert counter(decoding, "pd_speculative_step_seconds_total", part=part) > 0
+        draft, verify, total = (
+            counter(decoding, "pd_speculative_step_seconds_total", part=part)
+            for part in ("draft", "verify", "total")
+        )
+        assert draft > 0 and verify > 0
+        assert total == pytest.approx(draft + verify)
 
 
 def test_the_kv_of_a_pass_that_failed_is_computed_again() -> None:
@@ -123,7 +128,7 @@ def test_drafting_is_timed_by_the_devices_clock(monkeypatch: pytest.MonkeyPatch)
         cluster.wait_idle()
         steps = counter(node, "pd_speculative_steps_total")
         assert steps == counter(node, "pd_speculative_drafts_total") - 1 > 0
-        for part, seconds in (("draft", 301.0), ("verify", 20.0)):
+        for part, seconds in (("draft", 301.0), ("verify", 20.0), ("total", 321.0)):
             found = counter(node, "pd_speculative_step_seconds_total", part=part)
             assert found == seconds * steps
 

@@ -1,7 +1,8 @@
-"""Ten thousand seeded streams with drafts, against the same streams without."""
+"""Thousands of seeded streams with drafts, against the same streams without."""
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -42,12 +43,13 @@ def streams(count: int) -> list[tuple[list[int], int]]:
 
 def outputs(cluster: Cluster, asked: list[tuple[list[int], int]]) -> list[list[int]]:
     """What each stream is answered, at temperature 1."""
-    node, pending = cluster.unified[0], list[Any]()
+    nodes = list(cluster.pair) if cluster.prefill else [cluster.unified[0]]
+    pending = list[Any]()
     for number, (prompt, seed) in enumerate(asked):
         if number >= WINDOW:
             pending[number - WINDOW].tokens()
         pending.append(
-            cluster.client.generate(prompt, [node], max_tokens=TOKENS, temperature=1.0, seed=seed)
+            cluster.client.generate(prompt, nodes, max_tokens=TOKENS, temperature=1.0, seed=seed)
         )
     found: list[Pending] = pending
     return [each.tokens() for each in found]
@@ -95,20 +97,28 @@ def test_drafts_change_no_stream(
     compare(Judge(directory, VOCAB), asked, found, expected)
 
 
-@pytest.mark.full
-@pytest.mark.timeout(2400)
-def test_a_head_that_is_often_right_changes_no_stream() -> None:
-    """The embedded model and its head, on prompts of its held-out sets."""
-    asked = questions(1_000)
+@functools.cache
+def answers(count: int) -> list[list[int]]:
+    """What the embedded model answers to :func:`questions` without drafts."""
     with Cluster(EMBEDDED_MODEL, **LAYOUT) as cluster:
-        expected = outputs(cluster, asked)
+        return outputs(cluster, questions(count))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [LAYOUT, {}], ids=["unified", "split"])
+@pytest.mark.timeout(2400)
+def test_a_head_that_is_often_right_changes_no_stream(layout: dict[str, int]) -> None:
+    """The embedded model and its head, on prompts of its held-out sets, against a unified node
+    without drafts."""
+    count = 1_000
+    asked, expected = questions(count), answers(count)
     head = EMBEDDED_MODEL.parent / "embedded-eagle3"
     settings = {"speculative_algorithm": "eagle", "speculative_draft_model": head}
-    with Cluster(EMBEDDED_MODEL, speculative_adaptive="off", **settings, **LAYOUT) as cluster:
+    with Cluster(EMBEDDED_MODEL, speculative_adaptive="off", **settings, **layout) as cluster:
         found = outputs(cluster, asked)
         cluster.wait_idle()
-        drafts = counter(cluster.unified[0], "pd_speculative_drafts_total")
-        assert counter(cluster.unified[0], "pd_speculative_accepted_total") > drafts
+        drafts = counter(cluster.nodes[-1], "pd_speculative_drafts_total")
+        assert counter(cluster.nodes[-1], "pd_speculative_accepted_total") > drafts
     compare(Judge(EMBEDDED_MODEL, 2048), asked, found, expected)
 
 

@@ -168,12 +168,22 @@ def check(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
 
 PAIRS = rows(2, tp_size=(1,))
 # And one with two ranks at both ends; these with everything else are among the triples.
-PAIRS.append(PAIRS[0] | {"kind": "split", "tp_size": 2})
+RANKS = {"kind": "split", "tp_size": 2}
+PAIRS.append(PAIRS[0] | RANKS)
 
 
 @pytest.mark.parametrize("number", range(len(PAIRS)))
 def test_pairs(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     check(PAIRS[number], monkeypatch)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("drafter", ["draft", "eagle tree"])
+def test_batches_on_two_ranks(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At both ends, with the longest drafts in every step."""
+    drafts = {"speculative_adaptive": "off", "speculative_num_draft_tokens": 5}
+    row = next(row for row in PAIRS if row["drafter"] == drafter)
+    check(row | RANKS | drafts | {"batch": 8}, monkeypatch)
 
 
 @functools.cache
