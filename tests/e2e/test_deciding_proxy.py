@@ -56,6 +56,13 @@ def has_one(nodes: list[NodeServer]) -> bool:
     return len(found) == 1 and "" not in found
 
 
+def has_another(nodes: list[NodeServer], first: str) -> bool:
+    """Whether one proxy has the lease of every node, and not ``first``. The nodes are asked once:
+    leases may end between two looks."""
+    found = deciders(nodes)
+    return len(found) == 1 and found.isdisjoint({"", first})
+
+
 def flags(nodes: list[NodeServer]) -> dict[str, list[str]]:
     return {"prefill": [nodes[0].url], "decode": [node.url for node in nodes[1:]]}
 
@@ -204,13 +211,13 @@ def test_another_proxy_decides_when_one_is_killed_or_stands_still(
         wait_until(lambda: has_one(nodes), 30, lambda: leases(nodes))
         (first,) = deciders(nodes)
         names[first].kill()
-        wait_until(lambda: has_one(nodes) and deciders(nodes) != {first}, 30)
+        wait_until(lambda: has_another(nodes, first), 30, lambda: leases(nodes))
         (second,) = deciders(nodes)
         wait_until(lambda: "decides on" in names[second].log.read_text(), 30)
         terms = [lease["term"] for lease in leases(nodes)]
         names[second].child.send_signal(signal.SIGSTOP)
         try:
-            wait_until(lambda: has_one(nodes) and deciders(nodes) != {second}, 30)
+            wait_until(lambda: has_another(nodes, second), 30, lambda: leases(nodes))
         finally:
             names[second].child.send_signal(signal.SIGCONT)
         (third,) = deciders(nodes)
@@ -235,29 +242,34 @@ def test_one_process_of_a_proxy_decides_and_another_when_it_is_killed(
     make: Any = ProxyProcesses
     said = ""
 
-    def deciding() -> list[str]:
-        """Numbers of the processes that said they decide, or decide no longer, in their order."""
+    def news() -> list[tuple[str, str]]:
+        """What processes said, in its order: their numbers, and whether they decide."""
         nonlocal said
         said += capfd.readouterr().err
-        return re.findall(r"\[(\d)\] \S*role_lease: this proxy (?:no longer )?decides", said)
+        return re.findall(r"\[(\d)\] \S*role_lease: this proxy (decides|no longer decides)", said)
+
+    def deciding(since: int = 0) -> set[str]:
+        """Numbers of the processes that decide, as they said themselves."""
+        last = dict(news()[since:])
+        return {number for number, state in last.items() if state == "decides"}
+
+    def look(decider: str, number: int, since: int = 0) -> None:
+        """Look on for longer than a lease while one decides. The nodes hear the other one, too."""
+        wait_until(lambda: deciding(since) == {str(number)}, 30, lambda: said)
+        for _ in range(int(2 * LEASE_SECONDS) + 1):
+            assert deciders(nodes) == {decider}
+            assert deciding(since) == {str(number)}
+            time.sleep(0.5)
 
     with ProxyThread(config, make) as thread:
         parent: Any = thread.proxy
         wait_until(lambda: has_one(nodes), 30, lambda: leases(nodes))
         (first,) = deciders(nodes)
-        victim, other = parent.children
-        if victim.instance_id != first:
-            victim, other = other, victim
-        assert victim.instance_id == first
-        wait_until(lambda: deciding() == [str(victim.number)], 30, lambda: said)
-        # The nodes hear the other one, too, for longer than a lease.
-        for _ in range(int(2 * LEASE_SECONDS) + 1):
-            assert deciders(nodes) == {first}
-            time.sleep(0.5)
-        assert deciding() == [str(victim.number)]
-        terms = [lease["term"] for lease in leases(nodes)]
+        victim = next(child for child in parent.children if child.instance_id == first)
+        look(first, victim.number)
+        terms, before = [lease["term"] for lease in leases(nodes)], len(news())
         os.kill(victim.pid, signal.SIGKILL)
-        wait_until(lambda: has_one(nodes) and deciders(nodes) != {first}, 30)
+        wait_until(lambda: has_another(nodes, first), 30, lambda: leases(nodes))
         assert all(lease["term"] > term for lease, term in zip(leases(nodes), terms, strict=True))
 
         def replaced() -> bool:
@@ -267,9 +279,5 @@ def test_one_process_of_a_proxy_decides_and_another_when_it_is_killed(
         wait_until(replaced, 30)
         # Whichever has the leases first keeps them: the one that lived, or the successor.
         (second,) = deciders(nodes)
-        numbers = {child.instance_id: str(child.number) for child in parent.children}
-        wait_until(lambda: len(deciding()) == 2, 30, lambda: said)
-        for _ in range(int(2 * LEASE_SECONDS) + 1):
-            assert deciders(nodes) == {second}
-            time.sleep(0.5)
-        assert deciding() == [str(victim.number), numbers[second]]
+        decider = next(child for child in parent.children if child.instance_id == second)
+        look(second, decider.number, before)
