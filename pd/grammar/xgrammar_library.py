@@ -15,6 +15,7 @@ import xgrammar
 
 from pd.core.json_schemas import schemas_of_tags
 from pd.engine.token_rules import mask_threads
+from pd.grammar.gbnf import check_numbers
 from pd.grammar.json_schemas import WrongSchemaError, prepare, prepare_tags
 from pd.grammar.lengths import TokenCharacters, split_lengths
 from pd.grammar.patterns import matched_by
@@ -80,13 +81,16 @@ class Compiler:
         """Compile a grammar.
 
         Raises:
-            ValueError: it is none. WrongSchemaError names the schema of a structural tag.
+            ValueError: it is none. WrongSchemaError names the schema or grammar of a structural
+                tag.
             MemoryError: there is not enough.
         """
         if kind == "structural_tag":
             return Compiled(self._compile_tags(_prepared(text, prepare_tags)))
         if kind == "regex":
             return Compiled(self._compile(kind, matched_by(text)))
+        if kind == "ebnf":
+            check_numbers(text)
         if kind != "json_schema":
             return Compiled(self._compile(kind, text))
         schema = _prepared(text, prepare)
