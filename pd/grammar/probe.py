@@ -23,9 +23,7 @@ _REPEATING, _VARIED = 64, 32
 
 def slow_output(compiled: Compiled) -> str | None:
     """Try two short outputs and return the reason why one takes too long; None if neither does."""
-    for grammar in compiled:
-        if grammar is None:
-            continue
+    for grammar in compiled.grammars:
         for length, repeats in ((_REPEATING, True), (_VARIED, False)):
             state, order, began = matcher(grammar), list(_ORDER), time.thread_time()
             for count in range(1, length + 1):
