@@ -1,11 +1,12 @@
 """How long a request waits for a grammar that its node has not seen.
 
 Schemas have 20 properties of mixed types and names of their own; in `bounded` ones, strings have a
-`maxLength` of 10, 20, 50 or 100, one property in ten on average. "first" is the first grammar of a
-node, with the start of the process that compiles; "new" is the median over many others, of which
-the first ten are left out, since a process remembers parts that schemas have in common. "process
-MB" is the memory of a process that compiles before its first grammar and after the last. The
-vocabulary of 131,072 tokens is learned from the sources of installed Python packages.
+`maxLength` of 10, 20, 50 or 100, one property in ten on average. In `calls` such a schema is that
+of a function's parameters, in the structural tag of a call that has to come. "first" is the first
+grammar of a node, with the start of the process that compiles; "new" is the median over many
+others, of which the first ten are left out, since a process remembers parts that schemas have in
+common. "process MB" is the memory of a process that compiles before its first grammar and after the
+last. The vocabulary of 131,072 tokens is learned from the sources of installed Python packages.
 
     python benchmarks/grammar_compiling.py --output benchmarks/results/grammar_compiling.json
 """
@@ -20,7 +21,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch  # noqa: F401 - as every node has
 from large_vocabulary import learn
@@ -32,6 +33,12 @@ from pd.embedded import EMBEDDED_MODEL
 from pd.grammar.child import Vocabulary
 from pd.grammar.compiler import CompileLimits
 from pd.grammar.grammars import MAX_COMPILED_BYTES, Grammars
+from pd.proxy.tools.definitions import Function
+from pd.proxy.tools.families import HERMES
+from pd.proxy.tools.tags import grammar_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 LIMITS = CompileLimits(10.0, 1 << 30, MAX_COMPILED_BYTES)
 LARGE = 131_072
@@ -50,13 +57,13 @@ def main() -> None:
         large = args.large_tokenizer or learn(Path(directory) / "tokenizer.json", LARGE)
         for path, size in ((EMBEDDED_MODEL / "tokenizer.json", 2048), (large, LARGE)):
             vocabulary = Vocabulary(str(path), size, [2])
-            rows += [measure(vocabulary, bounded, args.count) for bounded in (False, True)]
+            rows += [measure(vocabulary, kind, args.count) for kind in KINDS]
     command = "python benchmarks/grammar_compiling.py --output benchmarks/results/"
     measured = ["pd", "benchmarks/grammar_compiling.py"]
     write_report(args.output, command + args.output.name, rows, measured=measured)
 
 
-def measure(vocabulary: Vocabulary, bounded: bool, count: int) -> dict[str, Any]:
+def measure(vocabulary: Vocabulary, schemas: str, count: int) -> dict[str, Any]:
     """One row."""
     rng = random.Random(7)
     grammars = Grammars(vocabulary, LIMITS, 1 << 28)
@@ -64,7 +71,7 @@ def measure(vocabulary: Vocabulary, bounded: bool, count: int) -> dict[str, Any]
         first = seconds(grammars, Grammar("regex", "a"))
         memory = [resident(grammars)]
         times = [
-            seconds(grammars, Grammar("json_schema", json.dumps(schema(rng, bounded))))
+            seconds(grammars, KINDS[schemas](schema(rng, schemas != "unbounded")))
             for _ in range(count)
         ]
         memory.append(resident(grammars))
@@ -73,7 +80,7 @@ def measure(vocabulary: Vocabulary, bounded: bool, count: int) -> dict[str, Any]
     new = sorted(times[_WARM_UP:])
     return {
         "vocabulary": vocabulary.size,
-        "schemas": "bounded" if bounded else "unbounded",
+        "schemas": schemas,
         "first_ms": round(first * 1e3),
         "new_ms": round(statistics.median(new) * 1e3, 1),
         "new_p95_ms": round(new[len(new) * 95 // 100] * 1e3, 1),
@@ -122,6 +129,22 @@ def kind(rng: random.Random, bounded: bool) -> dict[str, Any]:
             {"type": "object", "properties": {"a": text, "b": {"type": "integer"}}},
         ]
     )
+
+
+def instance(schema: dict[str, Any]) -> Grammar:
+    return Grammar("json_schema", json.dumps(schema))
+
+
+def call(schema: dict[str, Any]) -> Grammar:
+    functions = [Function("function", schema, strict=True)]
+    return grammar_of(HERMES.form.calls(functions, several=True), "tools")
+
+
+KINDS: dict[str, Callable[[dict[str, Any]], Grammar]] = {
+    "unbounded": instance,
+    "bounded": instance,
+    "calls": call,
+}
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ _LISTED = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 SCHEMA_OF_TAG = "json_schema"
 # Where one has its regular expression.
 PATTERN_OF_TAG = "pattern"
+# Where one has its grammar in GBNF.
+GRAMMAR_OF_TAG = "grammar"
 # Keywords that say something about instances of one type only.
 OF_TYPES = {
     "string": ("minLength", "maxLength", "pattern", "format"),
@@ -86,6 +88,14 @@ def patterns_of_tags(structural_tag: object) -> Iterator[tuple[Place, dict[str, 
     where each stands."""
     for place, part in _parts_of_tag(structural_tag):
         if part.get("type") == "regex" and PATTERN_OF_TAG in part:
+            yield place, part
+
+
+def grammars_of_tags(structural_tag: object) -> Iterator[tuple[Place, dict[str, Any]]]:
+    """All formats inside a structural tag that are a grammar in GBNF, in ``GRAMMAR_OF_TAG``, and
+    where each stands."""
+    for place, part in _parts_of_tag(structural_tag):
+        if part.get("type") == "grammar" and GRAMMAR_OF_TAG in part:
             yield place, part
 
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import re
 
+# xgrammar takes larger numbers for others: it keeps the lowest 32 bits.
+MAX_NUMBER = (1 << 31) - 1
+_REPETITION = re.compile(r"\{([0-9]*)(?:,([0-9]*))?\}")
+
 # NOTE: strangers write patterns, so none is matched twice: each choice ends where it cannot fail.
 _PART = re.compile(
     r"\[(?:\\.|[^\]\\])*(?:\]|\\?\Z)"  # a class
@@ -33,6 +37,20 @@ def without_anchors(parts: list[str]) -> tuple[bool, list[str], bool]:
     begins = parts[:1] == ["^"]
     ends = parts[begins:][-1:] == ["$"]
     return begins, parts[begins : len(parts) - ends], ends
+
+
+def is_too_large(digits: str) -> bool:
+    """Whether a number that a stranger wrote is above ``MAX_NUMBER``. One of many digits is not
+    converted, since that takes long."""
+    digits = digits.lstrip("0")
+    return len(digits) > len(str(MAX_NUMBER)) or int(digits or "0") > MAX_NUMBER
+
+
+def repetitions(pattern: str) -> list[str]:
+    """The numbers in ``{2,5}`` and the like."""
+    # Classes and escapes are no repetitions, whatever they have.
+    plain = "".join(part if len(part) == 1 else " " for part in _PART.findall(pattern))
+    return [each for found in _REPETITION.findall(plain) for each in found if each]
 
 
 # Members of a class, one or a range of them, and their escapes.

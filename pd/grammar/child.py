@@ -21,6 +21,8 @@ from pd.core.children import ignore_ending_signals
 from pd.grammar import stand_ins
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pd.grammar.xgrammar_library import Compiler
 
 _LENGTH = struct.Struct(">I")
@@ -115,6 +117,7 @@ def main() -> None:
     _import_xgrammar()
     os.dup2(2, 1)  # what libraries print is no frame
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    from pd.grammar.probe import long_tokens
     from pd.grammar.xgrammar_library import Compiler, dump_info, tokenizer_info
 
     info = tokenizer_info(_VOCABULARY.decode(read_frame(requests)))
@@ -122,6 +125,7 @@ def main() -> None:
     send_frame(results, dump_info(info))
     os.dup2(os.memfd_create("said"), 2)
     os.dup2(2, 1)
+    tokens = long_tokens(info.decoded_vocab)
     idle_bytes, remembered = _data_bytes(), 0.0
     while True:
         try:
@@ -131,7 +135,7 @@ def main() -> None:
         job = _JOB.decode(frame)
         _limit(job, idle_bytes)
         began = time.process_time()
-        result = _compile(compiler, job)
+        result = _compile(compiler, job, tokens)
         remembered += time.process_time() - began
         if remembered > _REMEMBERED_SECONDS:
             compiler.forget()
@@ -152,7 +156,7 @@ def _import_xgrammar() -> None:
         os.execv(sys.executable, [sys.executable, "-m", "pd.grammar.child", _ALL_IMPORTS])
 
 
-def _compile(compiler: Compiler, job: CompileJob) -> Result:
+def _compile(compiler: Compiler, job: CompileJob, tokens: Sequence[bytes]) -> Result:
     from pd.grammar.json_schemas import WrongSchemaError
     from pd.grammar.probe import slow_output
     from pd.grammar.xgrammar_library import dump_compiled
@@ -161,7 +165,7 @@ def _compile(compiler: Compiler, job: CompileJob) -> Result:
     try:
         compiled = compiler.compile(job.kind, job.text)
         took, is_silent = time.process_time() - began, _was_silent()
-        if (slow := slow_output(compiled)) is not None:
+        if (slow := slow_output(compiled, tokens)) is not None:
             return Result(error=slow)
         size, dumped = int(compiled.memory_size_bytes), b""
         # NOTE: whether a grammar is refused must not depend on how fast this machine is.

@@ -13,37 +13,47 @@ from typing import Any
 
 from pd.core.brief import brief
 from pd.core.json_schemas import (
+    GRAMMAR_OF_TAG,
     OF_TYPES,
     PATTERN_OF_TAG,
     SCHEMA_OF_TAG,
     Place,
+    grammars_of_tags,
     patterns_of_tags,
     referenced,
     schemas_of_tags,
     subschemas,
 )
+from pd.core.patterns import MAX_NUMBER
 from pd.grammar.formats import PATTERNS
+from pd.grammar.gbnf import check_numbers
 from pd.grammar.patterns import PLAIN_CHARACTER, any_name_but, found_in, matched_by
 
 _ALL_TYPES = ("object", "array", "string", "number", "boolean", "null")
 _SEVERAL = ("anyOf", "oneOf", "allOf")
 # The whole numbers that a float has exactly.
 _MAX_WHOLE = 1 << 53
+# Keywords with a number of characters, items or properties.
+_LEAST, _MOST = (
+    ("minLength", "minItems", "minProperties"),
+    ("maxLength", "maxItems", "maxProperties"),
+)
 
 
 class WrongSchemaError(ValueError):
-    """One of the schemas in a structural tag is wrong.
+    """One of the schemas or grammars in a structural tag is wrong.
 
     Args:
         place: of the format that has it.
+        field: of the format in which it is.
 
     Attributes:
         steps: where it stands: keys of objects and numbers in lists.
     """
 
-    def __init__(self, reason: object, place: Place) -> None:
+    def __init__(self, reason: object, place: Place, field: str = SCHEMA_OF_TAG) -> None:
         super().__init__(str(reason))
-        self.steps = (*place.all_steps, SCHEMA_OF_TAG)
+        self.steps = (*place.all_steps, field)
 
 
 def prepare(schema: object) -> object:
@@ -72,7 +82,7 @@ def prepare_tags(structural_tag: object) -> object:
     tag is changed.
 
     Raises:
-        WrongSchemaError: see :func:`prepare`.
+        WrongSchemaError: see :func:`prepare`; or a grammar inside has a number that is too large.
     """
     for place, part in schemas_of_tags(structural_tag):
         try:
@@ -82,6 +92,11 @@ def prepare_tags(structural_tag: object) -> object:
     for _, part in patterns_of_tags(structural_tag):
         if isinstance(part[PATTERN_OF_TAG], str):
             part[PATTERN_OF_TAG] = matched_by(part[PATTERN_OF_TAG])
+    for place, part in grammars_of_tags(structural_tag):
+        try:
+            check_numbers(str(part[GRAMMAR_OF_TAG]))
+        except ValueError as error:
+            raise WrongSchemaError(error, place, GRAMMAR_OF_TAG) from None
     return structural_tag
 
 
@@ -114,10 +129,13 @@ def _rewritten(part: dict[str, Any], definitions: dict[str, Any]) -> dict[str, A
     """One schema, without those inside it."""
     if "$ref" in part:
         return {"$ref": part["$ref"]}
+    for keyword in ("type", "enum", *_SEVERAL):
+        if part.get(keyword) == []:
+            raise ValueError(f"{keyword!r} is empty, which allows nothing")
     for keyword in ("const", "enum"):
         if keyword in part:
             values = [part["const"]] if keyword == "const" else part["enum"]
-            return _one_of(values) if isinstance(values, list) and values else part
+            return _one_of(values) if isinstance(values, list) else part
     for keyword in _SEVERAL:
         if isinstance(part.get(keyword), list):
             several = [each for each in part[keyword] if each is not False]
@@ -128,7 +146,7 @@ def _rewritten(part: dict[str, Any], definitions: dict[str, Any]) -> dict[str, A
         types = list(_ALL_TYPES)
     if isinstance(types, str):
         return _of_type(part, types, definitions)
-    if not isinstance(types, list) or not types:
+    if not isinstance(types, list):
         return part
     if "number" in types:
         types = [kind for kind in types if kind != "integer"]
@@ -167,6 +185,7 @@ def _of_type(part: dict[str, Any], kind: object, definitions: dict[str, Any]) ->
     """Return the part of a schema that is about instances of one type."""
     keywords = OF_TYPES.get("number" if kind == "integer" else str(kind), ())
     said = {name: _constant(part[name]) for name in keywords if name in part}
+    _check_counts(said)
     if kind == "string":
         _rewrite_string(said)
     elif kind == "integer":
@@ -176,6 +195,20 @@ def _of_type(part: dict[str, Any], kind: object, definitions: dict[str, Any]) ->
     elif kind == "object":
         _rewrite_object(said, definitions)
     return {"type": kind, **said}
+
+
+def _check_counts(said: dict[str, Any]) -> None:
+    """Leave out limits that no output reaches and whose numbers xgrammar would misread.
+
+    Raises ValueError for what no output reaches although it has to.
+    """
+    for keyword in (*_LEAST, *_MOST):
+        if isinstance(said.get(keyword), int) and said[keyword] > MAX_NUMBER:
+            if keyword in _LEAST:
+                raise ValueError(
+                    f"{keyword} is {brief(said[keyword])}; at most {MAX_NUMBER} can be enforced"
+                )
+            del said[keyword]
 
 
 def _rewrite_string(said: dict[str, Any]) -> None:

@@ -37,7 +37,9 @@ _KINDS = frozenset({"object", "array", "string", "number", "boolean", "null"})
 # Characters that are repeated together.
 _PIECE = 32
 # A character that stands in every string.
-_PROBE, _QUOTE = "x", '"'
+PROBE, _QUOTE = "x", '"'
+# One that no string of JSON has as it is, and free text has.
+CONTROL = "\x01"
 
 
 def split_lengths(schema: object) -> tuple[object, object] | None:
@@ -51,18 +53,44 @@ def split_lengths(schema: object) -> tuple[object, object] | None:
         None if no string has a length, or if it may be unknown which of several strings is being
         written, since then their characters cannot be counted.
     """
-    parts = [part for _, part in subschemas(schema) if isinstance(part, dict)]
-    if not any(_BOUNDED.fullmatch(str(part.get("pattern"))) for part in parts):
+    if not has_lengths(schema) or not is_clear(schema):
         return None
-    if any("propertyNames" in part or not _is_clear(schema, part) for part in parts):
-        return None
-    free, counted = copy.deepcopy(schema), copy.deepcopy(schema)
-    for changed, pattern in ((free, lambda *_: _ANY_LENGTH), (counted, _in_pieces)):
-        for _, part in subschemas(changed):
-            found = _BOUNDED.fullmatch(str(part.get("pattern"))) if isinstance(part, dict) else None
-            if found is not None:
-                part["pattern"] = pattern(int(found[1]), int(found[2]) if found[2] else None)
-    return free, counted
+    return without_lengths(schema), with_lengths(schema)
+
+
+def has_lengths(schema: object) -> bool:
+    """Whether a string of a schema has a length."""
+    return any(_BOUNDED.fullmatch(str(part.get("pattern"))) for part in _objects(schema))
+
+
+def is_clear(schema: object) -> bool:
+    """Whether it is always known which string of a schema is being written."""
+    return not any(
+        "propertyNames" in part or not _is_clear(schema, part) for part in _objects(schema)
+    )
+
+
+def without_lengths(schema: object) -> object:
+    """A copy in which strings are as long as they like."""
+    return _changed(schema, lambda *_: _ANY_LENGTH)
+
+
+def with_lengths(schema: object) -> object:
+    """A copy of which a grammar of no tokens is compiled quickly."""
+    return _changed(schema, _in_pieces)
+
+
+def _changed(schema: object, pattern: Callable[[int, int | None], str]) -> object:
+    changed = copy.deepcopy(schema)
+    for part in _objects(changed):
+        found = _BOUNDED.fullmatch(str(part.get("pattern")))
+        if found is not None:
+            part["pattern"] = pattern(int(found[1]), int(found[2]) if found[2] else None)
+    return changed
+
+
+def _objects(schema: object) -> list[dict[str, Any]]:
+    return [part for _, part in subschemas(schema) if isinstance(part, dict)]
 
 
 def _in_pieces(low: int, high: int | None) -> str:
@@ -134,11 +162,20 @@ class TokenCharacters:
         # is in the token; of those that have characters of a next string, none.
         self._counts, self._ends = counts, ends
         self._tried, self._reopening = _Places(tried), _Places(reopening)
+        self._quoted = [token for token in tried if b'"' in tokens[token]]
+        self._behind: dict[bytes, _Places] = {}
         self._most = int(counts.max(initial=0))
         self._at_most: dict[int, IntArray] = {}
         self._at_least: dict[int, IntArray] = {}
 
-    def narrow(self, mask: IntArray, free: Any, counted: Any, passed: Collection[int]) -> None:
+    def narrow(
+        self,
+        mask: IntArray,
+        free: Any,
+        counted: Any,
+        passed: Collection[int],
+        gates: bytes | None = None,
+    ) -> None:
         """Take tokens out of a mask that would make a string too long, or end it too early.
 
         Args:
@@ -146,13 +183,19 @@ class TokenCharacters:
             free: matcher of that grammar.
             counted: matcher of the grammar with lengths.
             passed: tokens that stay, whatever their text.
+            gates: of a structural tag; see :class:`pd.grammar.tag_lengths.SplitTag`.
         """
         tried = self._tried
-        if _takes(free, _PROBE * self._most):  # a string is being written
+        if not _takes(free, PROBE * self._most):
+            pass
+        elif gates is not None and _takes(free, CONTROL):
+            tried = self._behind_gates(gates)
+        else:  # a string is being written
             tried = self._reopening
-            left = _largest(lambda count: _takes(counted, _PROBE * count), self._most)
-            if not _takes(counted, _QUOTE):
-                short = _largest(lambda n: not _takes(counted, _PROBE * n + _QUOTE), left)
+            left = _largest(lambda count: _takes(counted, PROBE * count), self._most)
+            # A string with a pattern of its own has the same in both grammars.
+            if not _takes(counted, _QUOTE) and _takes(free, _QUOTE):
+                short = _largest(lambda n: not _takes(counted, PROBE * n + _QUOTE), left)
                 mask &= self._no_shorter(short + 1)
             if left < self._most:
                 mask &= self._no_longer(left)
@@ -163,6 +206,18 @@ class TokenCharacters:
                 counted.rollback(1)
             else:
                 mask[token // 32] ^= np.array(1 << token % 32, np.uint32).view(np.int32)
+
+    def _behind_gates(self, gates: bytes) -> _Places:
+        """Tokens that may end free text and have characters of a string behind it."""
+        if gates not in self._behind:
+            found = []
+            for token in self._quoted:
+                text = self.tokens[token]
+                opened = text.rfind(b'"', 0, -1)
+                if any(0 <= text.find(gate) <= opened for gate in gates):
+                    found.append(token)
+            self._behind[gates] = _Places(found)
+        return self._behind[gates]
 
     def _no_longer(self, count: int) -> IntArray:
         """Tokens of at most so many characters."""

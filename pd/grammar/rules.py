@@ -75,7 +75,8 @@ class GrammarRules:
 
     def _narrow(self, mask: IntArray) -> None:
         if self._characters is not None:
-            self._characters.narrow(mask, self._matcher, self._counted, self._stop_ids)
+            gates = self._compiled.gates
+            self._characters.narrow(mask, self._matcher, self._counted, self._stop_ids, gates)
 
     def advance(self, token: int) -> bool:
         """See :class:`pd.engine.token_rules.TokenRules`."""

@@ -15,9 +15,11 @@ import xgrammar
 
 from pd.core.json_schemas import schemas_of_tags
 from pd.engine.token_rules import mask_threads
+from pd.grammar.gbnf import check_numbers
 from pd.grammar.json_schemas import WrongSchemaError, prepare, prepare_tags
 from pd.grammar.lengths import TokenCharacters, split_lengths
 from pd.grammar.patterns import matched_by
+from pd.grammar.tag_lengths import split_tag_lengths
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,8 +29,8 @@ if TYPE_CHECKING:
 
 # Masks of parts of grammars that a compiler remembers, since schemas have many parts in common.
 CACHE_BYTES = 64 << 20
-# A compiled grammar as it is sent: without lengths, and with them.
-_TEXTS = msgspec.msgpack.Decoder(tuple[str, str | None])
+# A compiled grammar as it is sent: without lengths, with them, and what ends free text.
+_TEXTS = msgspec.msgpack.Decoder(tuple[str, str | None, bytes | None])
 
 
 def tokenizer_info(vocabulary: Vocabulary) -> xgrammar.TokenizerInfo:
@@ -48,14 +50,21 @@ class Compiled(NamedTuple):
     Attributes:
         free: knows all tokens, but not the lengths of strings if ``counted`` does.
         counted: knows lengths and no tokens; see :mod:`pd.grammar.lengths`.
+        gates: of a structural tag; see :class:`pd.grammar.tag_lengths.SplitTag`.
     """
 
     free: xgrammar.CompiledGrammar
     counted: xgrammar.CompiledGrammar | None = None
+    gates: bytes | None = None
+
+    @property
+    def grammars(self) -> list[xgrammar.CompiledGrammar]:
+        """Those that there are."""
+        return [each for each in (self.free, self.counted) if each is not None]
 
     @property
     def memory_size_bytes(self) -> int:
-        return sum(int(each.memory_size_bytes) for each in self if each is not None)
+        return sum(int(each.memory_size_bytes) for each in self.grammars)
 
 
 class Compiler:
@@ -80,13 +89,16 @@ class Compiler:
         """Compile a grammar.
 
         Raises:
-            ValueError: it is none. WrongSchemaError names the schema of a structural tag.
+            ValueError: it is none. WrongSchemaError names the schema or grammar of a structural
+                tag.
             MemoryError: there is not enough.
         """
         if kind == "structural_tag":
-            return Compiled(self._compile_tags(_prepared(text, prepare_tags)))
+            return self._compile_tags(_prepared(text, prepare_tags))
         if kind == "regex":
             return Compiled(self._compile(kind, matched_by(text)))
+        if kind == "ebnf":
+            check_numbers(text)
         if kind != "json_schema":
             return Compiled(self._compile(kind, text))
         schema = _prepared(text, prepare)
@@ -102,10 +114,14 @@ class Compiler:
         """Compile later grammars as if they were the first."""
         self._compiler.clear_cache()
 
-    def _compile_tags(self, structural_tag: object) -> xgrammar.CompiledGrammar:
+    def _compile_tags(self, structural_tag: object) -> Compiled:
         kind = "structural_tag"
+        split = split_tag_lengths(structural_tag)
         try:
-            return self._compile(kind, json.dumps(structural_tag))
+            if split is None:
+                return Compiled(self._compile(kind, json.dumps(structural_tag)))
+            counted = _compiled_with(self._of_no_tokens, kind, json.dumps(split.counted))
+            return Compiled(self._compile(kind, json.dumps(split.free)), counted, split.gates)
         except ValueError:
             for place, part in schemas_of_tags(structural_tag):
                 alone = json.dumps({"type": kind, "format": part})
@@ -190,20 +206,22 @@ def control_tokens(info: xgrammar.TokenizerInfo, vocabulary: Vocabulary) -> froz
 
 def token_characters(info: xgrammar.TokenizerInfo) -> TokenCharacters:
     """The table of all tokens."""
-    control = [*info.special_token_ids, *info.stop_token_ids]
+    control = frozenset([*info.special_token_ids, *info.stop_token_ids])
     return TokenCharacters(info.decoded_vocab, control)
 
 
 def dump_compiled(compiled: Compiled) -> bytes:
     """A compiled grammar without its vocabulary, for another process."""
-    return msgspec.msgpack.encode([each and each.serialize_json() for each in compiled])
+    counted = None if compiled.counted is None else compiled.counted.serialize_json()
+    return msgspec.msgpack.encode([compiled.free.serialize_json(), counted, compiled.gates])
 
 
 def load_compiled(dumped: bytes, info: xgrammar.TokenizerInfo) -> Compiled:
     """Load the result of :func:`dump_compiled`, for use with a vocabulary."""
-    free, counted = _TEXTS.decode(dumped)
+    free, counted, gates = _TEXTS.decode(dumped)
     load = xgrammar.CompiledGrammar.deserialize_json
-    return Compiled(load(free, info), None if counted is None else load(counted, _no_tokens()))
+    beside = None if counted is None else load(counted, _no_tokens())
+    return Compiled(load(free, info), beside, gates)
 
 
 def matcher(
@@ -221,11 +239,10 @@ def batch_matcher() -> xgrammar.BatchGrammarMatcher:
 
 def allows(compiled: Compiled, text: str | bytes) -> bool:
     """Whether a text is a whole output."""
-    for each in compiled:
-        if each is not None:
-            whole = xgrammar.GrammarMatcher(each, terminate_without_stop_token=True)
-            if not whole.accept_string(text) or not whole.is_completed():
-                return False
+    for each in compiled.grammars:
+        whole = xgrammar.GrammarMatcher(each, terminate_without_stop_token=True)
+        if not whole.accept_string(text) or not whole.is_completed():
+            return False
     return True
 
 

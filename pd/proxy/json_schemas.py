@@ -71,6 +71,8 @@ _ANNOTATIONS = frozenset(
 ) | {"$schema", "$id", "$comment", "$defs", "definitions", "$anchor", "$dynamicAnchor"}
 # OpenAPI's, which pydantic writes beside the 'oneOf' that says it all.
 _ANNOTATIONS |= {"discriminator"}
+# What must not be empty: then nothing would be left to write.
+_NOT_EMPTY = ("type", "enum", "anyOf", "oneOf", "allOf")
 _DIALECTS = ("http://json-schema.org/", "https://json-schema.org/")
 _PLAIN_TYPES = {
     "string": str,
@@ -97,14 +99,20 @@ def what_is_not_enforced(schema: object, where: str = "") -> str | None:
 
 
 def read_over(schema: Any) -> Any:
-    """A copy of a schema without what xgrammar would misread: patterns that are not enforced, and
-    formats beside patterns that are, which it would put in their place.
+    """A copy of a schema without what xgrammar would misread: empty lists of types and values,
+    patterns that are not enforced, and formats beside patterns that are, which it would put in
+    their place.
 
     Raises TypeError, ValueError, RecursionError for what is no JSON.
     """
     copy = json.loads(json.dumps(schema))
     for _, part in subschemas(copy):
-        if not isinstance(part, dict) or not isinstance(part.get("pattern"), str):
+        if not isinstance(part, dict):
+            continue
+        for keyword in _NOT_EMPTY:
+            if part.get(keyword) == []:
+                del part[keyword]
+        if not isinstance(part.get("pattern"), str):
             continue
         if what_is_not_enforced_of(part["pattern"]) is not None:
             del part["pattern"]
@@ -152,6 +160,9 @@ def _complaint(root: object, part: dict[str, Any] | bool, place: Place) -> str |
         return "the keyword '$id' inside a schema"
     if not str(part.get("$schema", _DIALECTS[0])).startswith(_DIALECTS):
         return f"the dialect {brief(part['$schema'])}"
+    empty = [keyword for keyword in _NOT_EMPTY if part.get(keyword) == []]
+    if empty:
+        return f"an empty {empty[0]!r}, which allows nothing,"
     whole = [keyword for keyword in _WHOLE if keyword in part]
     if whole:
         return _complaint_of_whole(root, part, whole[0])

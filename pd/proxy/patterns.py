@@ -6,7 +6,15 @@ from __future__ import annotations
 import re
 
 from pd.core.brief import brief
-from pd.core.patterns import SEVERAL, alternatives, character, members, without_anchors
+from pd.core.patterns import (
+    SEVERAL,
+    alternatives,
+    character,
+    is_too_large,
+    members,
+    repetitions,
+    without_anchors,
+)
 
 # Python reads digits behind \0 as a part of the escape, JavaScript and xgrammar do not.
 _OCTAL = re.compile(r"(?<!\\)(?:\\\\)*(\\0[0-9])")
@@ -23,6 +31,9 @@ def what_is_not_enforced_of(pattern: object, *, in_json: bool = True) -> str | N
     octal = _OCTAL.search(pattern)
     if octal is not None:
         return f"the pattern {brief(pattern)}, which has the escape {brief(octal[1])},"
+    for number in repetitions(pattern):
+        if is_too_large(number):
+            return f"the pattern {brief(pattern)}, which repeats something {brief(number)} times,"
     for parts in alternatives(pattern):
         _, between, _ = without_anchors(parts)
         for part in between:

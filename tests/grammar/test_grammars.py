@@ -58,6 +58,15 @@ WRONG = [
     (Grammar("json_schema", "{"), "JSON"),
     (Grammar("json_schema", '{"type": "string", "minLength": 3, "maxLength": 2}'), "minLength 3"),
     (Grammar("structural_tag", "{}"), "structural_tag"),
+    (Grammar("json_schema", '{"enum": [], "type": "string"}'), "'enum' is empty"),
+    (Grammar("json_schema", '{"properties": {"a": {"type": []}}}'), "'type' is empty"),
+    (Grammar("json_schema", '{"allOf": []}'), "'allOf' is empty"),
+    # xgrammar keeps 32 bits of a number.
+    (Grammar("json_schema", '{"type": "array", "minItems": 4294967297}'), "4294967297"),
+    (Grammar("json_schema", '{"type": "object", "minProperties": 4294967296}'), "4294967296"),
+    (Grammar("ebnf", "root ::= Token(4294967296)"), "the number '4294967296' is too large"),
+    (Grammar("ebnf", 'root ::= "a\\"" # "\n  "b"{2,4294967298}'), "'4294967298' is too large"),
+    (Grammar("ebnf", f'root ::= "a"{{{"9" * 5000}}}'), "is too large"),
 ]
 
 
@@ -109,6 +118,22 @@ def test_which_of_several_schemas_is_wrong_is_said(
     assert error.param == "structural_tag.format.elements[1].json_schema"
     assert error.message.startswith(f"{error.param}: ")
     assert words in error.message
+
+
+def test_which_of_several_grammars_has_too_large_a_number_is_said(grammars: Grammars) -> None:
+    elements = [{"type": "grammar", "grammar": f"root ::= Token({n})"} for n in (5, 4294967301)]
+    tag = {"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}
+    error = wanted(grammars, Grammar("structural_tag", json.dumps(tag)))
+    assert isinstance(error, InvalidRequestError)
+    assert error.param == "structural_tag.format.elements[1].grammar"
+    assert "'4294967301' is too large" in error.message
+
+
+def test_a_large_number_in_a_text_is_none(grammars: Grammars) -> None:
+    rule = 'root ::= "4294967296" | [^"4294967296] | rule4294967296 # 4294967296\n'
+    assert not isinstance(
+        wanted(grammars, Grammar("ebnf", rule + 'rule4294967296 ::= "a"')), PDError
+    )
 
 
 def test_what_takes_too_long_is_ended_and_others_are_not(grammars: Grammars) -> None:

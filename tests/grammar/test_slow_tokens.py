@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import xgrammar
 
 from pd.core.errors import InvalidRequestError
 from pd.core.grammar import Grammar
@@ -19,9 +20,9 @@ from pd.engine.sampling_state import SamplingState
 from pd.engine.token_rules import most_seconds
 from pd.grammar.child import Vocabulary
 from pd.grammar.compiler import CompileLimits, GrammarCompiler
-from pd.grammar.probe import slow_output
+from pd.grammar.probe import _beginnings, long_tokens, slow_output
 from pd.grammar.rules import GrammarRules
-from pd.grammar.xgrammar_library import Compiler, tokenizer_info
+from pd.grammar.xgrammar_library import Compiler, matcher, tokenizer_info
 from pd.scheduling.resumed import restore_sampling
 
 if TYPE_CHECKING:
@@ -34,6 +35,17 @@ TWENTY = {
     "properties": {name: {"type": "string"} for name in NAMES},
     "required": NAMES,
 }
+
+
+# The tokens of a vocabulary.
+WITH_SPACES = [*map(chr, range(0x20, 0x7F)), *(" " * 2**n for n in range(1, 8)), "</s>"]
+# Grammars of which a token of many spaces can be read in ever more ways.
+DEEP = 'deep ::= deep deep | deep deep deep | " " | ""'
+SPACES = [
+    f'root ::= "!" | "B" deep\n{DEEP}',
+    f'root ::= "A" | "B" deep\n{DEEP}',
+    f'root ::= "A" [!-~]* | "B" [!-~]* | "Z" deep\n{DEEP}',
+]
 
 
 def ambiguous(most: int) -> str:
@@ -126,6 +138,31 @@ class TestProbe:
         finally:
             made.close()
 
+    @pytest.mark.parametrize("text", SPACES)
+    def test_so_are_those_of_which_one_long_token_takes_too_long(self, text: str) -> None:
+        info = xgrammar.TokenizerInfo(WITH_SPACES, stop_token_ids=[len(WITH_SPACES) - 1])
+        tokens = long_tokens(info.decoded_vocab)
+        found = slow_output(Compiler(info).compile("ebnf", text), tokens)
+        assert found is not None and found.startswith(f"adding a token of {len(tokens[-1])} bytes")
+
+    def test_the_longest_tokens_are_tried_the_shortest_of_them_first(self) -> None:
+        tokens = (
+            [b"ab" * n for n in range(1, 9)] + [b" " * n for n in range(1, 200)] + [b" x" * 150]
+        )
+        assert long_tokens(tokens) == [b"ab" * 8, b" " * 199, b" x" * 150]
+        many = [bytes((first,)) * (9 + first) for first in range(256)]
+        assert len(long_tokens(many)) <= 32
+
+    def test_an_output_is_as_it_was_behind_each_beginning(self, compiler: Compiler) -> None:
+        text = 'root ::= "1" "1" | "2" "2" | "A" "A" | "B" "B" | [a-z] "z"'
+        state = matcher(compiler.compile("ebnf", text).free)
+        kinds = [
+            [each for each in "12ABz" if state.accept_string(each) and not state.rollback(1)]
+            for _ in _beginnings(state)
+        ]
+        assert kinds == [["1", "2", "A", "B", "z"], ["1"], ["2"], ["A"], ["B"], ["z"]]
+        assert state.accept_string("AA")
+
     @pytest.mark.parametrize(
         ("kind", "text"),
         [
@@ -142,7 +179,9 @@ class TestProbe:
     ) -> None:
         compiled = compiler.compile(kind, text)
         began = time.thread_time()
-        assert slow_output(compiled) is None
+        assert (
+            slow_output(compiled, [" ".join(["word"] * n).encode() for n in range(2, 34)]) is None
+        )
         took = time.thread_time() - began
         print(f"{1e3 * took:.1f} ms")
         assert took < 0.03

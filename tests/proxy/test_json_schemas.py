@@ -128,6 +128,11 @@ FORBIDDEN: list[tuple[Any, Any]] = [
     ({"type": "integer", "minimum": -5, "maximum": 5}, 6),
     ({"type": ["string", "null"]}, 5),
     ({"enum": [{"a": 1}]}, {"a": 2}),
+    ({"enum": []}, 1),
+    ({"type": []}, 1),
+    ({"allOf": []}, 1),
+    ({"type": "object", "properties": {"a": {"enum": [], "type": "string"}}}, {"a": 1}),
+    ({"type": "string", "pattern": "^a{4294967297}$"}, "a"),
     ({"oneOf": [{"type": "integer"}, {"type": "string", "maxLength": 1}]}, "ab"),
     ({"unevaluatedProperties": {"type": "string"}, "type": "object"}, {"a": 1}),
     (OTHERS, Written('{"\\u0061": "x"}')),
@@ -283,6 +288,13 @@ ENFORCED = [
 ]
 
 
+@pytest.mark.parametrize("keyword", ["type", "enum", "anyOf", "oneOf", "allOf"])
+def test_what_is_empty_is_named(keyword: str) -> None:
+    schema = {"type": "object", "properties": {"a": {keyword: []}}}
+    with pytest.raises(InvalidRequestError, match=f"an empty '{keyword}'.*at properties/a"):
+        schema_grammar(schema, "x")
+
+
 @pytest.mark.parametrize("schema", ENFORCED, ids=lambda value: json.dumps(value))
 def test_what_is_enforced_is_accepted(schema: Any) -> None:
     assert what_is_not_enforced(schema) is None
@@ -301,6 +313,10 @@ LOOKS_AHEAD = r"^(?!\.)(?!.*\.\.)([A-Za-z.]*)[A-Za-z]@([A-Za-z]+\.)+[A-Za-z]{2,}
         ({"type": "string", "format": "email", "pattern": LOOKS_AHEAD}, "a@b.cd", "a"),
         ({"type": "string", "pattern": LOOKS_AHEAD}, "anything", 1),
         ({"type": "array", "items": {"type": "string", "pattern": "^(?=a)"}}, ["b"], [1]),
+        ({"type": "string", "enum": []}, "a", 1),
+        ({"type": "array", "items": {"type": []}}, [1], 1),
+        ({"anyOf": [], "type": "string"}, "a", 1),
+        ({"type": "string", "pattern": "^a{4294967297}$"}, "b", 1),
     ],
     ids=repr,
 )
@@ -333,6 +349,9 @@ ALLOWED: list[tuple[Any, Any]] = [
     ({"type": ["integer", "null"], "minLength": 2}, 1),
     ({"const": {"a": [1, {"b": -2.0}], "c": {}}}, {"a": [1, {"b": -2}], "c": {}}),
     ({"enum": [{"a": "ä"}, 7, []]}, {"a": "ä"}),
+    ({"anyOf": [{"type": "string", "maxLength": 4294967297}, {"const": "a"}]}, "ab"),
+    ({"type": "object", "maxProperties": 4294967297}, {"a": 1, "b": 2}),
+    ({"type": "array", "maxItems": 1 << 90}, [1, 2]),
     ({"type": "object", "minProperties": 1}, {"a": 1}),
     ({"type": "object", "required": ["a"]}, {"a": [1]}),
     (OTHERS, {"a": 1, "ab": "x", "ä": None}),

@@ -516,7 +516,8 @@ def test_parameters_with_an_enum_that_is_no_list_of_texts_are_refused(
     model = Scripted(cluster, tmp_path, tool_call_parser="qwen3_coder")
     tool = with_schema(properties={"a": {"type": "string", "enum": enum}}, required=["a"])
     refused = model.refused(tools=[strict(tool)], tool_choice="required")
-    assert f"tools[0].function.parameters: the 'enum' {enum!r} of a parameter" in refused
+    named = f"the 'enum' {enum!r} of a parameter" if enum != [] else "an empty 'enum'"
+    assert f"tools[0].function.parameters: {named}" in refused
     text = "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n</function>\n</tool_call>"
     asked = {"tools": [strict(tool, False)], "tool_choice": "required"}
     (choice,) = model.ask(text, extra_body=NO_THINKING, **asked).choices

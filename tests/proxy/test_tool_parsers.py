@@ -22,7 +22,7 @@ from pd.proxy.tools.families import (
     ToolFamily,
     tool_family,
 )
-from pd.proxy.tools.incoming import MAX_HELD
+from pd.proxy.tools.incoming import MAX_HELD, MAX_UNDECIDED
 from pd.proxy.tools.reader import CallOptions
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def found(family: ToolFamily, text: str, options: CallOptions = OPTIONS) -> Foun
 
 
 PARIS = {"city": "Paris"}
-REAL = [
+REAL: list[tuple[ToolFamily, str, str, list[tuple[str, Any]]]] = [
     # Qwen 2.5, Qwen 3, Hermes 2 Pro
     (
         HERMES,
@@ -111,6 +111,28 @@ REAL = [
         "",
         [("get_weather", PARIS), ("get-time", {})],
     ),
+    # Arguments as a text, as OpenAI's API has them.
+    (
+        HERMES,
+        '<tool_call>\n{"name": "get_weather", "arguments": "{\\"city\\": \\"P\\\\u00e4\\ud83d'
+        '\\ude00\\"}"}\n</tool_call>\n<tool_call>{"arguments": " {}", "name": "get-time"}',
+        "",
+        [("get_weather", {"city": "Pä😀"}), ("get-time", {})],
+    ),
+    (
+        HERMES,
+        '<tool_call>{"name": "get-time", "arguments": "{\\"a\\": \\"\\ud800\\"}"}</tool_call>',
+        "",
+        [("get-time", {"a": "\ud800"})],
+    ),
+    (
+        LLAMA3_JSON,
+        '{"name": "get-time", "parameters": "{\\"a\\": 1}"}',
+        "",
+        [("get-time", {"a": 1})],
+    ),
+    (HERMES, '<tool_call>{"name": "get-time", "arguments": "[1]"}', "", [("get-time", "[1]")]),
+    (HERMES, '<tool_call>{"name": "get-time", "arguments": "{no"}', "", [("get-time", "{no")]),
     # Qwen3-Coder
     (
         QWEN3_CODER,
@@ -175,6 +197,16 @@ REAL = [
             )
         ],
     ),
+    (
+        PYTHONIC,
+        '[get_weather(city="""P"a""\n\\x41""", note=\'\'\'\'\'\', unit=\'\', days=-0x1F), '
+        'get_weather(city=r\'\\d\\\'\\\\\', note=R"""\\"""", unit=u\'\\101\\0\', days=0b11)]',
+        "",
+        [
+            ("get_weather", {"city": 'P"a""\nA', "note": "", "unit": "", "days": -31}),
+            ("get_weather", {"city": "\\d\\'\\\\", "note": '\\"', "unit": "A\0", "days": 3}),
+        ],
+    ),
     # Mistral 7B v0.3, Nemo; Mistral Small 3.2, Magistral
     (
         MISTRAL,
@@ -224,6 +256,16 @@ MALFORMED = [
     (PYTHONIC, " [get_weather, get_time]"),
     (PYTHONIC, "[1, 2]"),
     (PYTHONIC, "get_weather(city='Paris')"),
+    (PYTHONIC, '[get_weather("Paris")]'),
+    (PYTHONIC, "<|python_start|>[get_weather(city='Paris', 5)]<|python_end|>"),
+    (PYTHONIC, "[get_weather(city=f'{x}')]"),
+    (PYTHONIC, "[get_weather(days=1, city=b'Paris')] ok"),
+    (PYTHONIC, "[get_weather(city='Pa' 'ris')]"),
+    (PYTHONIC, "[get_weather(city='Paris', days=2 * 3)]"),
+    (PYTHONIC, "[get_weather(city=Paris)] is it"),
+    (PYTHONIC, "[get_weather(places=['a', x])]"),
+    (PYTHONIC, "[get_weather(*places)"),
+    (PYTHONIC, "[get_weather(city=rb'Pa"),
     (MISTRAL, "[TOOL_CALLS] nothing"),
     (MISTRAL, '[TOOL_CALLS][{"name": "get_wea'),
     (MISTRAL, "[TOOL_CALLS]get_weather"),
@@ -251,6 +293,15 @@ def test_arguments_that_are_cut_off_are_arguments_all_the_same(
     assert found(family, text) == Found("", [("get_weather", '{"city": "Pa')])
 
 
+@pytest.mark.parametrize(
+    ("cut", "known"),
+    [("", ""), ("\\", ""), (r"\\", "\\"), (r"\u", ""), (r"\u00e", ""), (r"\u00e4", "ä")],
+)
+def test_a_text_of_arguments_that_is_cut_off_is_read_so_far(cut: str, known: str) -> None:
+    text = r'<tool_call>{"name": "get_weather", "arguments": "{\"city\": \"Pa' + cut
+    assert found(HERMES, text) == Found("", [("get_weather", '{"city": "Pa' + known)])
+
+
 def test_parameters_in_tags_that_are_cut_off_are_left_open() -> None:
     text = "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</fun"
     assert found(QWEN3_CODER, text) == Found("", [("get_weather", '{"city": "Paris"')])
@@ -266,7 +317,7 @@ def test_a_closing_tag_that_is_cut_off_is_no_content() -> None:
     ("family", "text", "content"),
     [
         (HERMES, '<tool_call>{"name": "get-time", "arguments": {}, junk}</tool_call>', "junk}"),
-        (PYTHONIC, "[get_weather(city=Paris)] is it", "Paris)] is it"),
+        (PYTHONIC, f"[get_weather(note='{'a' * 2000}', city=Paris)] is it", "Paris)] is it"),
         (QWEN3_CODER, "<function=get-time>\nnow</function>", "now</function>"),
     ],
 )
@@ -294,6 +345,27 @@ def test_ids_are_new_and_those_of_mistral_have_nine_letters() -> None:
     assert len(ids) == sum(len(calls) for _, _, _, calls in REAL)
 
 
+def test_what_python_would_call_otherwise_is_text_behind_other_calls() -> None:
+    result = found(PYTHONIC, '[get-time(), get_weather("Paris"), get-time()] ok')
+    assert result == Found(', get_weather("Paris"), get-time()] ok', [("get-time", "{}")])
+
+
+def test_a_call_that_is_no_call_does_not_count() -> None:
+    text = "[get-time(), get_weather(city=x)]"
+    assert found(PYTHONIC, text, OPTIONS._replace(most_calls=1)).calls == [("get-time", "{}")]
+    parser = PYTHONIC.parser(OPTIONS._replace(most_calls=1))
+    parser.push("[get_weather(city=x)]")
+    assert parser._calls == 0
+
+
+def test_a_long_call_is_passed_on_before_its_end() -> None:
+    parser = PYTHONIC.parser(OPTIONS)
+    begin = "[get_weather(city='"
+    assert parser.push(begin + "a" * (MAX_UNDECIDED - len(begin))) == []
+    assert [type(e) for e in parser.push("a")][:2] == [CallStart, Arguments]
+    assert parser.push("b") == [Arguments("b")]
+
+
 def test_the_name_comes_before_the_arguments_are_there() -> None:
     parser = HERMES.parser(OPTIONS)
     events = parser.push('hm <tool_call>\n{"name": "get_weather", "arguments": {"ci')
@@ -309,7 +381,8 @@ _BITS = sorted(
     | {"</function>", "\n", " ", '"', "'", "\\", "{", "}", "[", "]", "(", ")", ",", ":", "=", ";"}
     | {'{"name": "get_weather", ', '"arguments": ', '"parameters": ', "get_weather", "get-time("}
     | {'{"city": "Paris"}', "city=", "null", "None", "5", "ä", "x", "<", "[TOOL_", "</think>"}
-    | {"<think>", '{"name": "get-time"}', "\\u00", "<tool_c"}
+    | {"<think>", '{"name": "get-time"}', "\\u00", "<tool_c", "[get_weather(", '"""', "r'", 'f"'}
+    | {"0x1", "city='a', ", "x" * MAX_UNDECIDED, '"arguments": "{', '\\"', "'''"}
 )
 texts = st.lists(st.sampled_from(_BITS) | st.text(max_size=3), max_size=25).map("".join)
 whole = st.sampled_from([text for _, text, _, _ in REAL] + [text for _, text in MALFORMED + CUT])

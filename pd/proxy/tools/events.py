@@ -38,7 +38,8 @@ class OutputParser(Protocol):
 
     What is found does not depend on how the text is cut into pieces. The parser holds back no more
     than may still turn out to be a part of a tag, of the beginning of a call, or of a value that
-    is converted as a whole. No text makes it raise.
+    is converted as a whole; in Python, the first ``MAX_UNDECIDED`` characters of a call. No text
+    makes it raise.
     """
 
     def push(self, text: str) -> list[Event]:

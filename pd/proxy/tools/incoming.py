@@ -18,6 +18,8 @@ Steps = Generator[None, None, T]
 
 # Characters that are held back at most while it is open whether a call begins.
 MAX_HELD = 4096
+# Characters of a call that are held back at most where only its end tells whether it is one.
+MAX_UNDECIDED = 1024
 _SPACE = re.compile(r"\s*")
 
 
@@ -39,11 +41,18 @@ class Incoming:
         self.ended = False
         self._held: list[str] | None = None
         self._held_size = 0
+        self._call: list[str] | None = None
+        self._call_size = 0
 
     def add(self, piece: str) -> None:
         """Another piece came."""
         self.text = self.text[self.at :] + piece
         self.at = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the text has ended and all of it was read."""
+        return self.ended and self.at == len(self.text)
 
     # ---- text that is read and may come out as content all the same
 
@@ -56,6 +65,22 @@ class Incoming:
         held, self._held = self._held or [], None
         return "".join(held)
 
+    def open_call(self, text: str) -> None:
+        """Keep what is read from here on, after ``text``, until the call is known to be one; also
+        where a part of it is held."""
+        self._call, self._call_size = [text], len(text)
+
+    def close_call(self) -> str:
+        """Return the text that was kept since :meth:`open_call`, and keep no more."""
+        call, self._call = self._call or [], None
+        return "".join(call)
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether a call is kept, which is not so any more once it has ``MAX_UNDECIDED``
+        characters."""
+        return self._call is not None
+
     def take(self, size: int) -> str:
         """Read characters that are there. Raises MalformedError if too many are held, always at
         the same character."""
@@ -67,6 +92,11 @@ class Incoming:
         if self._held is not None:
             self._held.append(part)
             self._held_size += size
+        if self._call is not None:
+            self._call.append(part)
+            self._call_size += size
+            if self._call_size > MAX_UNDECIDED:
+                self._call = None
         if too_many:
             raise MalformedError
         return part

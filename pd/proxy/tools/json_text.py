@@ -18,6 +18,9 @@ _IN_STRING = re.compile(r'["\\]')
 _OUTSIDE = re.compile(r'["{}\[\]]')
 _SCALAR = re.compile(r"[^\s,:;{}\[\]\"<]*")
 _MAX_SCALAR = 256
+_SURROGATE = re.compile("[\ud800-\udfff]")
+# Characters of the longest escape.
+_ESCAPE = 6
 
 
 class Nesting:
@@ -117,18 +120,60 @@ def read_call(parser: CallParser, argument_keys: Sequence[str], known: bool = Fa
         elif key in argument_keys and not begun and name is not None:
             parser.begin_call(name)
             begun = True
-            yield from pass_value(source, parser.arguments)
+            yield from _pass_arguments(parser)
             source.hold()
         else:
             skipped: list[str] = []
             yield from pass_value(source, skipped.append)
-            early = "".join(skipped) if key in argument_keys else early
+            early = _unwrapped("".join(skipped)) if key in argument_keys else early
     if not begun:
         if name is None:
             raise MalformedError
         parser.begin_call(name)
         parser.arguments("{}")
     parser.end_call()
+
+
+def _pass_arguments(parser: CallParser) -> Steps[None]:
+    """Report the value that comes next as arguments; a text that is an object of JSON as that."""
+    source = parser.source
+    if (yield from source.peek()) != '"':
+        yield from pass_value(source, parser.arguments)
+        return
+    parts: list[str] = []
+    try:
+        yield from pass_value(source, parts.append)
+    except MalformedError:  # the text has ended
+        parser.arguments(_beginning("".join(parts)))
+        raise
+    parser.arguments(_unwrapped("".join(parts)))
+
+
+def _unwrapped(value: str) -> str:
+    """The object that a value is which is a string with its text; any other value as it is."""
+    try:
+        inside = load_json(value) if value.startswith('"') else None
+        if isinstance(inside, str) and isinstance(load_json(inside), dict):
+            return _with_escapes(inside)
+    except ValueError:  # one of the two is no JSON
+        pass
+    return value
+
+
+def _beginning(string: str) -> str:
+    """The same of the beginning of a string."""
+    for end in range(len(string), max(0, len(string) - _ESCAPE), -1):
+        try:
+            inside = load_json(string[:end] + '"')
+        except ValueError:  # it ends in an escape, or is no string of JSON
+            continue
+        return _with_escapes(inside) if inside.lstrip().startswith("{") else string
+    return string
+
+
+def _with_escapes(text: str) -> str:
+    """A text of JSON in which halves of characters, which have no bytes, are escapes."""
+    return _SURROGATE.sub(lambda half: f"\\u{ord(half[0]):04x}", text)
 
 
 def load_json(text: str) -> Any:

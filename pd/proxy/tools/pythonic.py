@@ -3,6 +3,9 @@
 ::
 
     [get_weather(city="Paris", days=[1, 2]), get_time(zone=None)]
+
+Only keywords and values whose meaning is certain are arguments. What else Python would read, as
+in ``get_weather("Paris")``, ``f"{city}"`` or ``2 * 3``, makes a call a text, if it is still held.
 """
 
 from __future__ import annotations
@@ -18,12 +21,15 @@ from pd.proxy.tools.json_text import load_json
 from pd.proxy.tools.reader import CallParser
 
 if TYPE_CHECKING:
+    from pd.proxy.tools.events import Event
     from pd.proxy.tools.incoming import Steps
+    from pd.proxy.tools.reader import CallOptions
 
 START, END = "<|python_start|>", "<|python_end|>"
 _IDENTIFIER = re.compile(r"[A-Za-z0-9_.-]*")
 _WORD = re.compile(r"[A-Za-z0-9_.+-]*")
 _DIGITS = re.compile(r"[0-9A-Fa-f]*")
+_OCTAL = re.compile(r"[0-7]*")
 _MAX_WORD = 128
 _MAX_DEPTH = 64
 _WORDS = {"True": "true", "False": "false", "None": "null"}
@@ -35,19 +41,38 @@ _ESCAPES = {
     "f": "\f",
     "v": "\v",
     "a": "\a",
-    "0": "\0",
     "\n": "",
     "/": "/",  # only in JSON
 }
+# Of strings that are not bytes and have no values of variables.
+_PREFIXES = ("r", "R", "u", "U")
 _CODES = {"x": 2, "u": 4, "U": 8}
 _CLOSING = {"[": "]", "(": ")", "{": "}"}
 
 
 class PythonicParser(CallParser):
     """Reads a list of calls at the beginning of the text, and turns values into JSON as they come.
-    A list whose first item calls none of the request's functions is content."""
+    A list whose first item calls none of the request's functions is content.
+
+    A call is held until it ends, or is longer than ``MAX_UNDECIDED``."""
 
     _started = False
+
+    def __init__(self, options: CallOptions) -> None:
+        super().__init__(options)
+        # Events of the call that is held.
+        self._undecided: list[Event] = []
+
+    def emit(self, event: Event) -> None:
+        self._undecided.append(event)
+        if not self.source.is_undecided:
+            self._decide()
+
+    def _decide(self) -> None:
+        """What is held is a call."""
+        self.source.close_call()
+        self.events += self._undecided
+        self._undecided = []
 
     def read(self) -> Steps[None]:
         source = self.source
@@ -75,14 +100,33 @@ class PythonicParser(CallParser):
             yield from source.expect("(")
             if name not in self.options.kinds:
                 raise MalformedError
+            source.open_call(source.release())
             self.begin_call(name)
-            self.arguments("{")
-            yield from self._keywords()
-            self.arguments("}")
+            try:
+                yield from self._arguments()
+            except MalformedError:
+                if source.is_undecided and not source.is_over:
+                    self._take_back()
+                else:
+                    self._decide()
+                raise
+            self._decide()
             self.end_call()
             source.hold()
             yield from source.skip_space()
             yield from source.one_of((",",))
+
+    def _take_back(self) -> None:
+        """What is held is a text."""
+        self._undecided = []
+        self._calls -= 1
+        self.source.release()
+        self.text(self.source.close_call())
+
+    def _arguments(self) -> Steps[None]:
+        self.arguments("{")
+        yield from self._keywords()
+        self.arguments("}")
 
     def _keywords(self) -> Steps[None]:
         source, before = self.source, ""
@@ -123,7 +167,14 @@ class PythonicParser(CallParser):
             self.arguments("}")
         else:
             source.hold()
-            word = _scalar((yield from source.while_in(_WORD, _MAX_WORD)))
+            word = yield from source.while_in(_WORD, _MAX_WORD)
+            if (yield from source.peek()) in ('"', "'"):
+                if word not in _PREFIXES:
+                    raise MalformedError
+                source.release()
+                yield from self._string(raw=word in "rR")
+                return
+            word = _scalar(word)
             source.release()
             self.arguments(word)
 
@@ -151,19 +202,34 @@ class PythonicParser(CallParser):
         if (yield from self.source.peek()) != closing:
             yield from self.source.expect(",")
 
-    def _string(self) -> Steps[None]:
+    def _string(self, *, raw: bool = False) -> Steps[None]:
         source = self.source
-        quote = yield from source.peek()
-        source.take(1)
+        quote = source.take(1)
         self.arguments('"')
+        if (yield from source.peek()) == quote:
+            source.take(1)
+            if (yield from source.peek()) != quote:
+                self.arguments('"')
+                return
+            source.take(1)
+            quote *= 3
         while True:
             end = yield from source.pass_until((quote, "\\"), self._string_part)
             if end != "\\":
                 break
-            self._string_part((yield from self._escape()))
+            self._string_part((yield from self._raw_escape() if raw else self._escape()))
         if not end:
             raise MalformedError
         self.arguments('"')
+
+    def _raw_escape(self) -> Steps[str]:
+        """A backslash and what follows, which does not end the string."""
+        source = self.source
+        source.hold("\\")
+        yield from source.need()
+        text = "\\" + source.take(1)
+        source.release()
+        return text
 
     def _escape(self) -> Steps[str]:
         source = self.source
@@ -175,6 +241,8 @@ class PythonicParser(CallParser):
             if len(digits) < _CODES[char] or int(digits, 16) > sys.maxunicode:
                 raise MalformedError
             text = chr(int(digits, 16))
+        elif char in "01234567":
+            text = chr(int(char + (yield from source.while_in(_OCTAL, 2)), 8))
         else:
             # Python leaves the backslash of an escape that it does not know.
             text = _ESCAPES.get(char, char if char in "\\'\"" else "\\" + char)
@@ -196,9 +264,9 @@ def _scalar(word: str) -> str:
         pass
     else:
         return word
-    for kind in (int, float):
+    for read in (lambda word: int(word, 0), int, float):
         try:
-            number = kind(word)
+            number = read(word)
         except ValueError:
             continue
         if math.isfinite(number):

@@ -96,7 +96,7 @@ class CallParser(Reader):
             text = text.lstrip()
         if text:
             self._behind_call = False
-            self.events.append(Content(text))
+            self.emit(Content(text))
 
     def begin_call(self, name: str) -> None:
         """A call begins, so what was held back is a part of it. Raises MalformedError for what
@@ -106,11 +106,14 @@ class CallParser(Reader):
         self.source.release()
         self._calls += 1
         if self._wanted():
-            self.events.append(CallStart(self.new_id(), name))
+            self.emit(CallStart(self.new_id(), name))
 
     def arguments(self, text: str) -> None:
         if text and self._wanted():
-            self.events.append(Arguments(text))
+            self.emit(Arguments(text))
+
+    def emit(self, event: Event) -> None:
+        self.events.append(event)
 
     def end_call(self) -> None:
         self.source.release()
@@ -126,5 +129,5 @@ class CallParser(Reader):
                 yield from self.read()
             except MalformedError:
                 self.text(self.source.release())
-            if self.source.ended and self.source.at == len(self.source.text):
+            if self.source.is_over:
                 return
