@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import jsonschema
 import pytest
-from grammar_model import EOS, make_model
+from grammar_model import EOS
 from grammar_nodes import DRAFTERS, ask, cluster_of, share_grammars
 from random_schemas import FORMATS, random_schema
 from tokenizers import Tokenizer
@@ -20,7 +20,6 @@ from pd.grammar.grammars import MAX_WAITING
 from pd.proxy.json_schemas import what_is_not_enforced
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from cluster import Cluster
@@ -47,13 +46,6 @@ TRAINED: list[Deployment] = [
     ("split", "draft", WEIGHTS | {"speculative_draft_model": HEADS / "embedded-draft"}),
 ]
 TRAINED_EOS = 2
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    path = make_model(tmp_path_factory.mktemp("model"))
-    with share_grammars(path):
-        yield path
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from cluster import wait_until
-from grammar_model import make_model
-from grammar_nodes import JSON, PROMPTS, ask, cluster_of, share_grammars
+from grammar_nodes import JSON, PROMPTS, ask, cluster_of
 from hand_off_helpers import pages
 
 from pd import assembly
@@ -18,7 +17,6 @@ from pd.core.grammar import Grammar
 from pd.core.messages import HEARTBEAT_INTERVAL
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from cluster import Cluster
@@ -44,17 +42,6 @@ class HeldBack:
         return getattr(self._grammars, name)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def grammars(model: Path) -> Iterator[Grammars]:
-    with share_grammars(model) as shared:
-        yield shared
-
-
 def hold_back(
     monkeypatch: pytest.MonkeyPatch, grammars: Grammars, roles: tuple[str, ...]
 ) -> dict[str, HeldBack]:
@@ -74,13 +61,13 @@ def held_pages(cluster: Cluster) -> list[int]:
 
 @pytest.mark.parametrize("roles", [("prefill",), ("decode",), ("prefill", "decode")])
 def test_a_request_that_waits_for_its_grammar_holds_no_pages(
-    monkeypatch: pytest.MonkeyPatch, model: Path, grammars: Grammars, roles: tuple[str, ...]
+    monkeypatch: pytest.MonkeyPatch, model: Path, shared_grammars: Grammars, roles: tuple[str, ...]
 ) -> None:
     """Whichever node still compiles it. A prompt that is computed meanwhile stays cached."""
-    held = hold_back(monkeypatch, grammars, roles)
+    held = hold_back(monkeypatch, shared_grammars, roles)
     with cluster_of(model, "split") as cluster:
-        other = ask(cluster, PROMPTS[1], max_tokens=20, ignore_eos=True)
-        waiting = ask(cluster, PROMPTS[2], grammar=JSON, temperature=1.0, seed=1)
+        other = ask(cluster, PROMPTS[0], max_tokens=20, ignore_eos=True)
+        waiting = ask(cluster, PROMPTS[1], grammar=JSON, temperature=1.0, seed=1)
         wait_until(lambda: all(each.held for each in held.values()), 10)
         assert len(other.tokens()) == 20
         wait_until(lambda: not any(held_pages(cluster)), 10, cluster.nodes[0].node.server_info)
@@ -89,23 +76,23 @@ def test_a_request_that_waits_for_its_grammar_holds_no_pages(
             assert held_pages(cluster) == [0, 0]
             time.sleep(0.05)
         assert not waiting.done.is_set()
-        assert len(ask(cluster, PROMPTS[1], max_tokens=20, ignore_eos=True).tokens()) == 20
+        assert len(ask(cluster, PROMPTS[0], max_tokens=20, ignore_eos=True).tokens()) == 20
         assert len(waiting.choices[0].tokens) == ("prefill" not in roles), "token 1 is early"
         for each in held.values():
             each.let_go()
         found = waiting.tokens()
         cluster.wait_idle(30.0)
-    monkeypatch.setattr(assembly, "make_grammars", lambda *_: grammars)
+    monkeypatch.setattr(assembly, "make_grammars", lambda *_: shared_grammars)
     with cluster_of(model, "unified") as cluster:
-        assert ask(cluster, PROMPTS[2], grammar=JSON, temperature=1.0, seed=1).tokens() == found
+        assert ask(cluster, PROMPTS[1], grammar=JSON, temperature=1.0, seed=1).tokens() == found
 
 
 def test_grammars_may_be_ready_in_any_order(
-    monkeypatch: pytest.MonkeyPatch, model: Path, grammars: Grammars, seed: int
+    monkeypatch: pytest.MonkeyPatch, model: Path, shared_grammars: Grammars, seed: int
 ) -> None:
     """On either node, while some requests are aborted and memory is short."""
     rng = random.Random(seed)
-    held = hold_back(monkeypatch, grammars, ("prefill", "decode"))
+    held = hold_back(monkeypatch, shared_grammars, ("prefill", "decode"))
     names = [f"{number:02}" for number in range(12)]
     with cluster_of(model, "split", kv_cache_tokens=400, reserved_decode_tokens=4) as cluster:
         asked = {
