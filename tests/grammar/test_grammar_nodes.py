@@ -243,6 +243,34 @@ def test_a_replay_for_which_no_thread_can_start_is_answered_and_later_ones_go_on
         cluster.wait_idle(30.0)
 
 
+# Rules that never end, and how many tokens come before one.
+IMPOSSIBLE = [
+    (Grammar("ebnf", "root ::= root"), 0),
+    (Grammar("json_schema", '{"$ref": "#"}'), 0),
+    (Grammar("ebnf", 'root ::= "a" dead\ndead ::= "b" dead2\ndead2 ::= dead2'), 2),
+]
+
+
+@pytest.mark.parametrize(("kind", "drafter"), [("unified", "none"), ("split", "ngram")])
+def test_a_grammar_that_leaves_no_token_ends_its_request_with_an_error(
+    model: Path, kind: str, drafter: str
+) -> None:
+    """Token 1 of a pair is that of the prefill node. Others go on."""
+    with cluster_of(model, kind, **DRAFTERS[drafter]) as cluster:
+        other = ask(cluster, PROMPTS[1], grammar=JSON)
+        asked = [(*each, ask(cluster, PROMPTS[0], grammar=each[0])) for each in IMPOSSIBLE]
+        for grammar, count, pending in asked:
+            with pytest.raises(InvalidRequestError) as caught:
+                pending.result()
+            assert str(caught.value).startswith(
+                f"{grammar.kind}: it leaves no token that the model could go on with (or "
+            )
+            assert caught.value.param == grammar.kind
+            assert len(pending.choices[0].tokens) == count
+        assert other.tokens()[-1] == EOS
+        cluster.wait_idle(30.0)
+
+
 def test_late_steps_change_nothing(model: Path, plain: Answers) -> None:
     """On a device that computes long after a launch, rules know every token before they answer."""
     with cluster_of(model, "unified", overlap_schedule="on") as cluster:
