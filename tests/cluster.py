@@ -37,7 +37,7 @@ from pd.launch import NodeServer
 from pd.scheduling import calibration
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
     from pathlib import Path
 
 torch.set_num_threads(1)
@@ -94,6 +94,7 @@ class Pending:
     ended_at: float | None = None
     produced: Sequence[int] = ()
     taken_back: bool | None = None
+    ends_after: Collection[int] = ()
     late: int = 0  # outputs and errors after the node has given the request back
 
     def result(self, timeout: float = 120.0) -> list[list[int]]:
@@ -160,12 +161,15 @@ class TokenClient:
         timeout: float | None = None,
         room: bytes | None = None,
         produced: Sequence[int] = (),
+        ends_after: Collection[int] = (),
         **params: Any,
     ) -> Pending:
         """Send one request to a pair (computes the prompt, generates) or to one node.
 
         Args:
             produced: its output so far, by other nodes.
+            ends_after: tokens with which the client ends a choice, as a proxy does that finds a
+                stop string.
         """
         params = {"max_tokens": 16, "temperature": 0.0, "ignore_eos": True} | params
         sampling = SamplingParams(**params)
@@ -177,6 +181,7 @@ class TokenClient:
             [Stream() for _ in range(sampling.n)],
             time.monotonic(),
             produced=produced,
+            ends_after=ends_after,
         )
         with self._lock:
             self._rooms[room] = pending
@@ -278,6 +283,8 @@ class TokenClient:
     def _take(self, pending: Pending, output: Output) -> None:
         pending.outputs.append(output)
         stream = pending.choices[output.index]
+        if pending.ends_after and stream.finish is not None:
+            return  # more came before the nodes knew
         stream.first_at = stream.first_at or time.monotonic()
         for offset, token in enumerate(output.token_ids):
             position = output.position + offset
@@ -291,8 +298,21 @@ class TokenClient:
                 setattr(pending, name, value)
         if output.finish is not None:
             stream.finish = output.finish
+        self._end_choice(pending, output.index)
         if all(choice.finish is not None for choice in pending.choices):
             self._end(pending)
+
+    def _end_choice(self, pending: Pending, index: int) -> None:
+        """End a choice behind the first token that says so."""
+        stream = pending.choices[index]
+        ends = [at for at, token in stream.tokens.items() if token in pending.ends_after]
+        if not ends:
+            return
+        last = min(ends)
+        stream.tokens = {at: token for at, token in stream.tokens.items() if at <= last}
+        stream.logprobs = {at: entry for at, entry in stream.logprobs.items() if at <= last}
+        stream.finish = Finish("stop")
+        self.abort(pending, index)
 
     def _end(self, pending: Pending) -> None:
         pending.ended_at = time.monotonic()

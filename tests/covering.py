@@ -7,7 +7,7 @@ import random
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     Cell = tuple[Any, ...]
 
@@ -15,9 +15,11 @@ if TYPE_CHECKING:
 _LOOKED_AT = 60
 
 
-def every_two(cells: Sequence[Cell], seed: int) -> list[Cell]:
+def every_two(
+    cells: Sequence[Cell], seed: int, cost: Callable[[Cell], float] = lambda cell: 1.0
+) -> list[Cell]:
     """Some of ``cells`` in which every two values that any of them has together occur together,
-    the same for the same seed."""
+    the same for the same seed; few that cost much."""
 
     def pairs(cell: Cell) -> set[tuple[int, Any, int, Any]]:
         return {(i, a, j, b) for (i, a), (j, b) in itertools.combinations(enumerate(cell), 2)}
@@ -26,7 +28,7 @@ def every_two(cells: Sequence[Cell], seed: int) -> list[Cell]:
     found = []
     while missing:
         some = rng.sample(cells, min(_LOOKED_AT, len(cells)))
-        best = max(some, key=lambda cell: len(pairs(cell) & missing))
+        best = max(some, key=lambda cell: len(pairs(cell) & missing) / cost(cell))
         if pairs(best) & missing:
             found.append(best)
             missing -= pairs(best)

@@ -14,6 +14,7 @@ from pd.core.messages import (
     AbortRoom,
     CommitAck,
     ErrorInfo,
+    GrammarReady,
     PeerHeartbeat,
     Reservation,
 )
@@ -67,6 +68,9 @@ class DecodePeer(RawPeer):
     def live(self) -> None:
         """One heartbeat."""
         self.send(PeerHeartbeat(to=self.prefill.instance_id, sender=self.name))
+
+    def has_grammar(self, room: bytes) -> None:
+        self.send(GrammarReady(to=self.prefill.instance_id, sender=self.name, room=room))
 
     def reserve(
         self, room: bytes, prompt_len: int, *, epoch: int | None = None, cached: int = 0

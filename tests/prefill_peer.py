@@ -18,6 +18,7 @@ from pd.core.messages import (
     Drained,
     ErrorInfo,
     FirstToken,
+    GrammarReady,
     Message,
     PeerHeartbeat,
     Reservation,
@@ -87,6 +88,10 @@ class PrefillPeer:
     def live(self) -> None:
         """One heartbeat."""
         self.send(PeerHeartbeat(to=self.decode_node.instance_id, sender=self.name))
+
+    def has_grammar(self, room: bytes) -> None:
+        to = self.decode_node.instance_id
+        self.send(GrammarReady(to=to, sender=self.name, room=room))
 
     def receive(self, kind: type[Message], timeout: float = 5.0) -> Any:
         """The next message of a kind; others stay for later calls."""

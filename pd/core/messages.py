@@ -325,6 +325,14 @@ class PeerHeartbeat(Message):
     run_delay: TotalDelay = 0.0
 
 
+class GrammarReady(Message):
+    """Either way, for a room whose request has a grammar: the sender has compiled it. D begins, and
+    repeats it until P answers, which does so once it has the grammar, too. D reserves nothing
+    before."""
+
+    room: RoomId
+
+
 class Reservation(Message):
     """D to P: D has reserved pages for the prompt.
 
@@ -434,6 +442,7 @@ AnyMessage: TypeAlias = (
     | NodeHeartbeat
     | PrefixEvents
     | PeerHeartbeat
+    | GrammarReady
     | Reservation
     | Commit
     | PromptExpected
@@ -444,8 +453,16 @@ AnyMessage: TypeAlias = (
 )
 
 # Messages whose loss has no consequence: heartbeats come twice a second, prefix events have numbers
-# of their own, and which role a node prefers is in its heartbeats.
-_UNCOUNTED = (ProxyHeartbeat, NodeHeartbeat, PeerHeartbeat, PrefixEvents, PreferRole)
+# of their own, which role a node prefers is in its heartbeats, and a decode node repeats what it
+# says of a grammar until that is answered.
+_UNCOUNTED = (
+    ProxyHeartbeat,
+    NodeHeartbeat,
+    PeerHeartbeat,
+    PrefixEvents,
+    PreferRole,
+    GrammarReady,
+)
 
 
 def counts(message: Message) -> bool:

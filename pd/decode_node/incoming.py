@@ -24,6 +24,8 @@ class IncomingRoom:
 
     Attributes:
         connected: whether the prefill node shook hands.
+        awaits_grammar: whether the request has a grammar of which the prefill node has not said yet
+            that it has compiled it, too.
         receiver: accepts the KV; None until pages are reserved.
         reservation: message to the prefill node, which is sent once ``send_at`` has passed; None
             until pages are reserved.
@@ -39,6 +41,7 @@ class IncomingRoom:
 
     request: Request
     connected: bool = False
+    awaits_grammar: bool = False
     receiver: Receiver | None = None
     reservation: Reservation | None = None
     send_at: float = 0.0

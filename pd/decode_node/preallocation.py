@@ -65,7 +65,7 @@ class Preallocation:
 
     def pump(self) -> None:
         """Reserve pages for requests that fit, in order of arrival; those whose peer is not
-        connected yet are passed over."""
+        connected yet, or has not compiled their grammar, are passed over."""
         if self._decode.needs_memory:
             return
         self._lacking = None
@@ -93,7 +93,7 @@ class Preallocation:
         # NOTE: nothing may be promised to a peer that was disconnected after the handshake.
         request = incoming.request
         waiting = request.state is RequestState.PREALLOCATING and incoming.connected
-        return waiting and self._peers.connected(request.peer)
+        return waiting and not incoming.awaits_grammar and self._peers.connected(request.peer)
 
     def _exceeds_share(self, incoming: IncomingRoom) -> bool:
         """Whether a reservation would leave too little memory for prompts that are computed here.

@@ -28,6 +28,7 @@ from pd.core.messages import (
     CommitAck,
     Drained,
     ErrorInfo,
+    GrammarReady,
     PeerHeartbeat,
     PromptExpected,
     Reservation,
@@ -108,6 +109,7 @@ class ReceivingEnd(PromptReceiver):
         )
 
     def register(self, handlers: Handlers) -> None:
+        handlers.on(GrammarReady, self._on_grammar_ready)
         handlers.on(PromptExpected, self._on_prompt_expected)
         handlers.on(Commit, self._on_commit)
         handlers.on(AbortRoom, self._on_abort_room)
@@ -138,6 +140,8 @@ class ReceivingEnd(PromptReceiver):
 
     def heartbeat(self) -> None:
         self.prefill_peers.heartbeat()
+        for incoming in self.preallocation:
+            self._tell_grammar(incoming)
 
     def drop_peer(self, instance: str, why: str) -> bool:
         """Forget a prefill node: its uncommitted hand-offs fail, everything else goes on (control
@@ -159,9 +163,12 @@ class ReceivingEnd(PromptReceiver):
     # ---- preallocation
 
     def accept(self, request: Request) -> None:
-        """Take a new request: connect to its prefill node, then find memory."""
+        """Take a new request: connect to its prefill node, have that compile its grammar, if it has
+        one, then find memory."""
         request.state = RequestState.PREALLOCATING
-        request.incoming = incoming = IncomingRoom(request)
+        request.incoming = incoming = IncomingRoom(
+            request, awaits_grammar=request.params.grammar is not None
+        )
         self.preallocation.add(incoming)
 
         def connected(error: PDError | None) -> None:
@@ -172,9 +179,23 @@ class ReceivingEnd(PromptReceiver):
                 self._rooms.fail(request, PeerFailedError(error.message))
                 return
             incoming.connected = True
+            self._tell_grammar(incoming)
             self._core.events.want_pump()
 
         self.prefill_peers.want(request.peer_bootstrap, request.peer, connected)
+
+    def _tell_grammar(self, incoming: IncomingRoom) -> None:
+        """Tell the peer that the request's grammar is compiled here, until it has said the same."""
+        if incoming.connected and incoming.awaits_grammar:
+            peer, room = incoming.request.peer, incoming.request.room
+            own = self._core.instance_id
+            self.prefill_peers.send(GrammarReady(to=peer, sender=own, room=room))
+
+    def _on_grammar_ready(self, identity: bytes, message: GrammarReady) -> None:
+        incoming = self._incoming(message.room)
+        if incoming is not None and incoming.request.peer == message.sender:
+            incoming.awaits_grammar = False
+            self._core.events.want_pump()
 
     def pump(self) -> None:
         self.preallocation.pump()

@@ -68,6 +68,7 @@ class OutgoingRoom:
 
     Attributes:
         cost: cost of the prompt's tokens.
+        peer_has_grammar: whether the peer has said that it has compiled the request's grammar.
         reservation: the peer's, once it came.
         pushed: leading tokens whose KV of all layers was given to the sender (or is the peer's
             already in all planes).
@@ -85,6 +86,7 @@ class OutgoingRoom:
 
     request: Request
     cost: PromptCost
+    peer_has_grammar: bool = False
     reservation: Reservation | None = None
     sender: Sender | None = None
     pushed: int = 0

@@ -16,11 +16,13 @@ from pd.core.errors import (
 )
 from pd.core.messages import (
     FINISHED,
+    HEARTBEAT_INTERVAL,
     LEASE_SECONDS,
     AbortRoom,
     CommitAck,
     Drained,
     ErrorInfo,
+    GrammarReady,
     PeerHeartbeat,
     PromptExpected,
     Reservation,
@@ -80,11 +82,13 @@ class SendingEnd(PromptSender):
         self._patience = transfer.patience
         self._broken = Seldom(logger)
         self.decode_peers = DecodePeers(core.instance_id, core.post, self._patience)
-        # Reservations whose requests have not come yet, by room and sender, and when they came.
-        self._early: dict[tuple[bytes, str], tuple[float, Reservation]] = {}
+        # What peers said of requests that have not come yet, or wait for their grammar, by room and
+        # sender, and when it came.
+        self._early: dict[tuple[bytes, str], tuple[float, GrammarReady | Reservation]] = {}
         self._commits = Commits(core, transfer, self.decode_peers, digests)
 
     def register(self, handlers: Handlers) -> None:
+        handlers.on(GrammarReady, self._on_grammar_ready)
         handlers.on(Reservation, self._on_reservation)
         handlers.on(CommitAck, self._commits.on_commit_ack)
         handlers.on(AbortRoom, self._on_abort_room)
@@ -146,12 +150,44 @@ class SendingEnd(PromptSender):
     # ---- reservations
 
     def accept(self, request: Request) -> None:
-        """Take a new request, whose reservation may have come first."""
+        """Take a new request, of which the peer may have spoken before."""
         request.state = RequestState.BOOTSTRAPPING
         request.outgoing = outgoing = OutgoingRoom(request, self._cost)
-        early = self._early.pop((request.room, request.peer), None)
-        if early is not None:
-            self.take_reservation(outgoing, early[1])
+        _, early = self._early.pop((request.room, request.peer), (0.0, None))
+        if isinstance(early, GrammarReady):
+            self._answer_grammar(outgoing)
+        elif early is not None:
+            self.take_reservation(outgoing, early)
+
+    def _on_grammar_ready(self, identity: bytes, message: GrammarReady) -> None:
+        """The peer has the grammar of a room, and waits until this node has it, too."""
+        if not self.decode_peers.renew(message.sender):
+            self._refuse_unknown(message.sender, message.room)
+            return
+        request = self._rooms.get(message.room)
+        if request is None or request.state is RequestState.COMPILING:
+            self._keep_early(message)
+        elif request.state.terminal and message.sender == request.peer:
+            self._refuse(message, _reason(request))
+        elif request.outgoing is None or message.sender != request.peer:
+            self._refuse(message, _misused("the room is for another node"))
+        else:
+            self._answer_grammar(request.outgoing)
+
+    def _answer_grammar(self, outgoing: OutgoingRoom) -> None:
+        outgoing.peer_has_grammar = True
+        request, own = outgoing.request, self._core.instance_id
+        self.decode_peers.send(GrammarReady(to=request.peer, sender=own, room=request.room))
+
+    def _keep_early(self, message: GrammarReady | Reservation) -> None:
+        """Keep what a peer says of a room until its request can be accepted, unless that has
+        ended."""
+        if self._rooms.has_tombstone(message.room):
+            self._refuse(message, ErrorInfo(FINISHED, "the room has ended"))
+            return
+        key = message.room, message.sender
+        came, _ = self._early.get(key, (time.monotonic(), None))
+        self._early[key] = came, message
 
     def _on_reservation(self, identity: bytes, message: Reservation) -> None:
         """The peer reserved pages for a room, which may be known, unknown yet, or ended."""
@@ -161,10 +197,7 @@ class SendingEnd(PromptSender):
             return
         request = self._rooms.get(message.room)
         if request is None or request.state is RequestState.COMPILING:
-            if self._rooms.has_tombstone(message.room):
-                self._refuse(message, ErrorInfo(FINISHED, "the room has ended"))
-            else:
-                self._early[message.room, message.sender] = (time.monotonic(), message)
+            self._keep_early(message)
             return
         outgoing = request.outgoing
         if outgoing is None or message.sender != request.peer:
@@ -330,13 +363,15 @@ class SendingEnd(PromptSender):
         They would otherwise wait for the decode node's memory, while that waits for prefills that
         wait for theirs. Their KV stays cached as long as no other request needs the pages.
         """
-        memory = self._core.memory
         for outgoing in reversed(self._commits.in_flight):
-            if memory.available >= pages:
+            if self._core.memory.available >= pages:
                 return
-            if outgoing.reservation is None and not outgoing.parked:
-                outgoing.parked = True
-                memory.release(outgoing.request.sequence)
+            self._park(outgoing)
+
+    def _park(self, outgoing: OutgoingRoom) -> None:
+        if outgoing.reservation is None and not outgoing.parked:
+            outgoing.parked = True
+            self._core.memory.release(outgoing.request.sequence)
 
     def give_back(self) -> None:
         """See :meth:`PromptSender.give_back`. Nodes may wait for each other in a circle, so those
@@ -420,13 +455,21 @@ class SendingEnd(PromptSender):
             self.drop_peer(instance, f"no heartbeat for {LEASE_SECONDS} s")
         # NOTE: both waits also end by a message of the proxy, so the run delay of the most delayed
         # process extends them.
-        for key, (came, reservation) in list(self._early.items()):
-            request = self._rooms.get(reservation.room)
+        for key, (came, early) in list(self._early.items()):
+            request = self._rooms.get(early.room)
             if request is not None and request.state is RequestState.COMPILING:
                 continue
-            if self._patience.is_over(came, LEASE_SECONDS):
+            if self._rooms.has_tombstone(early.room):
                 del self._early[key]
-                self._refuse(reservation, _misused("prefill node got no request"))
+                self._refuse(early, ErrorInfo(FINISHED, "the room has ended"))
+            elif self._patience.is_over(came, LEASE_SECONDS):
+                del self._early[key]
+                self._refuse(early, _misused("prefill node got no request"))
+        for outgoing in self._commits.in_flight:
+            # A request holds no pages while it waits for a grammar, wherever that is compiled.
+            waits = outgoing.request.params.grammar is not None and not outgoing.peer_has_grammar
+            if waits and now > outgoing.computed_at + HEARTBEAT_INTERVAL:
+                self._park(outgoing)
         for outgoing in self._outgoing():
             request = outgoing.request
             if request.state is RequestState.RUNNING and outgoing.sender is not None:
@@ -452,10 +495,12 @@ class SendingEnd(PromptSender):
 
     # ---- messages
 
-    def _refuse(self, reservation: Reservation, error: ErrorInfo) -> None:
-        to, room, epoch = reservation.sender, reservation.room, reservation.epoch
+    def _refuse(self, message: GrammarReady | Reservation, error: ErrorInfo) -> None:
+        to, room = message.sender, message.room
+        epoch = message.epoch if isinstance(message, Reservation) else 0
         self.decode_peers.send_when_reached(self._abort(to, room, epoch, error))
-        self._post_drained(to, room, epoch)
+        if isinstance(message, Reservation):
+            self._post_drained(to, room, epoch)
 
     def _abort(self, to: str, room: bytes, epoch: int, error: ErrorInfo) -> AbortRoom:
         own = self._core.instance_id
@@ -470,7 +515,7 @@ class SendingEnd(PromptSender):
 
 
 def _misused(text: str) -> ErrorInfo:
-    """The error of a reservation that the node cannot use."""
+    """The error of a message about a room that the node cannot use."""
     return ErrorInfo(NodeFailedError.kind, text)
 
 

@@ -12,12 +12,14 @@ from raw_peer import SOON, proxy_of
 from tiny import tiny_node
 
 from pd.core.errors import TransferError
+from pd.core.grammar import Grammar
 from pd.core.messages import (
     MAX_MEETINGS,
     Abort,
     AbortRoom,
     CommitAck,
     Failed,
+    GrammarReady,
     NodeHeartbeat,
     PeerHeartbeat,
     PromptExpected,
@@ -284,3 +286,34 @@ def test_only_the_peer_of_a_hand_off_says_when_its_prompt_will_be_computed(
         assert expected() == 0
         prefill.say(PromptExpected, room, reservation.epoch, seconds=1.0)
         wait_until(lambda: expected() == 1, 5)
+
+
+def test_memory_is_reserved_once_the_peer_alone_says_that_it_has_the_grammar(
+    decode: NodeServer, prefill: PrefillPeer, proxy: RawPeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And prompts without a grammar do not wait for that."""
+
+    def known(grammar: Grammar, done: Any, owner: str = "") -> None:
+        done(lambda _: None)
+
+    monkeypatch.setattr(decode.node.core.grammars, "want", known)
+    params = {"max_tokens": 4, "grammar": Grammar("regex", "a")}
+    room = ask(proxy, decode, prefill, params=params)
+    for _ in range(2):  # it repeats what may have been lost
+        assert prefill.receive(GrammarReady).room == room
+    with PrefillPeer(decode) as other:
+        ask(proxy, decode, other)
+        other.receive(Reservation)
+        other.has_grammar(room)
+        other.send(GrammarReady(to=decode.instance_id, sender=prefill.name, room=room))
+        prefill.has_grammar(b"an unknown room.")
+        handled(decode)
+        assert decode.node.core.memory.counts()["reserved"] == 6, "the other's"
+        plain = ask(proxy, decode, prefill, [1] * 8)
+        assert prefill.receive(Reservation).room == plain
+        for _ in range(3):
+            prefill.has_grammar(room)
+        assert prefill.receive(Reservation).room == room
+        handled(decode)
+        assert not any(isinstance(seen, Reservation) for seen in prefill._unread)
+        lose(decode, other)

@@ -22,6 +22,7 @@ from pd.core.messages import (
     Failed,
     Finish,
     FirstToken,
+    GrammarReady,
     NodeHeartbeat,
     Reservation,
     StepOutputs,
@@ -373,7 +374,9 @@ def test_a_token_1_that_the_grammar_forbids_fails_its_request_alone(
     try:
         with PrefillPeer(node) as prefill, proxy_of(node) as proxy:
             grammar = Grammar("regex", "a")
-            ask(proxy, node, prefill, params={"max_tokens": 3, "grammar": grammar})
+            room = ask(proxy, node, prefill, params={"max_tokens": 3, "grammar": grammar})
+            prefill.receive(GrammarReady)
+            prefill.has_grammar(room)
             reservation = prefill.receive(Reservation)
             sender = prefill.push(reservation, len(PROMPT))
             tokens = [FirstToken(0, first)]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from cluster import Cluster, random_prompts, same
+from counters import counter
 from drafters import Oracle
 from grammar_model import EOS, VOCAB_SIZE
 from tiny import tiny_head
@@ -59,9 +60,19 @@ JSON = Grammar("json_schema", json.dumps(SCHEMA))
 STOP_ID, STOP_TEXTS = EOS - 1, (11, 25)
 FEATURES: dict[str, dict[str, Any]] = {
     "greedy": {"grammar": JSON},
+    # Whose choices soon need more memory than there is.
+    "choices": {"grammar": JSON, "temperature": 1.0, "seed": 3, "n": 3},
+    "choices at once": {
+        "grammar": JSON,
+        "temperature": 1.0,
+        "seed": 13,
+        "n": 3,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "min_tokens": 150,
+    },
     "seeded": {"grammar": JSON, "temperature": 1.0, "seed": 1},
     "filtered": {"grammar": JSON, "temperature": 1.0, "seed": 2, "top_p": 0.9, "top_k": 40},
-    "choices": {"grammar": JSON, "temperature": 1.0, "seed": 3, "n": 3},
     "penalties": {
         "grammar": JSON,
         "temperature": 1.0,
@@ -83,72 +94,92 @@ FEATURES: dict[str, dict[str, Any]] = {
         "logit_bias": {STOP_ID: 9.0},
     },
     "stop texts": {"grammar": JSON, "temperature": 1.0, "seed": 11, "stop_token_ids": STOP_TEXTS},
-    "none": {"temperature": 1.0, "seed": 8},
+    "stop string": {"grammar": JSON, "temperature": 1.0, "seed": 12, "ends_after": STOP_TEXTS},
+    "stop strings at once": {
+        "grammar": JSON,
+        "temperature": 1.0,
+        "seed": 14,
+        "n": 3,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "min_tokens": 5,
+        "ends_after": STOP_TEXTS,
+    },
+    "greedy at once": {"grammar": JSON, "n": 2, "min_tokens": 150, "ends_after": STOP_TEXTS},
+    "none": {"temperature": 1.0, "seed": 8, "max_tokens": 40},
     "short": {"grammar": JSON, "temperature": 1.0, "seed": 9, "max_tokens": 3},
     "one": {"grammar": JSON, "max_tokens": 1},
 }
 
-# The requests of all prompts that ended, by feature.
-Answers = dict[str, "list[Pending]"]
+# The prompt that each feature's request has.
+PROMPT_OF = dict(zip(FEATURES, itertools.cycle(PROMPTS)))
+# Requests that ended, by feature.
+Answers = dict[str, "Pending"]
 
 
 def answers(cluster: Cluster, aborting: random.Random | None = None) -> Answers:
-    """What each feature's requests are answered, all asked for at once.
+    """What each feature's request is answered, all asked for at once.
 
     Args:
         aborting: asks for everything once more and aborts that, each request whenever it likes.
     """
-    asked: dict[str, list[Pending]] = {}
+    asked: dict[str, Pending] = {}
     ended: list[Pending] = []
     for name, params in FEATURES.items():
-        asked[name] = [ask(cluster, prompt, **params) for prompt in PROMPTS]
+        asked[name] = ask(cluster, PROMPT_OF[name], **params)
         if aborting is not None:
-            ended += [ask(cluster, prompt, **params) for prompt in PROMPTS]
+            ended.append(ask(cluster, PROMPT_OF[name], **params))
     if aborting is not None:
         aborting.shuffle(ended)
         for pending in ended:
             cluster.client.abort(pending)
             time.sleep(aborting.random() * 0.02)
-    for pending in itertools.chain(*asked.values()):
+    for pending in asked.values():
         pending.result()
     return asked
-
-
-def tokens_of(requests: Iterable[Pending]) -> list[list[int]]:
-    """Return the tokens of all choices, one list each."""
-    return [tokens for pending in requests for tokens in pending.result()]
 
 
 def same_answers(found: Answers, known: Answers, names: Iterable[str] = FEATURES) -> None:
     """Equal tokens, ends and log probabilities for each of the features."""
     for name in names:
-        for ours, theirs in zip(found[name], known[name], strict=True):
-            same(ours, theirs, name)
+        same(found[name], known[name], name)
 
 
 def half_right(known: Answers) -> Oracle:
     """A drafter whose every second guess is right, given the answers of another deployment."""
     oracle = Oracle(VOCAB_SIZE, 0.5)
-    for requests in known.values():
-        for prompt, pending in zip(PROMPTS, requests, strict=True):
-            for tokens in pending.result():
-                oracle.learn([*prompt, *tokens])
+    for name, pending in known.items():
+        for tokens in pending.result():
+            oracle.learn([*PROMPT_OF[name], *tokens])
     return oracle
 
 
 @contextmanager
-def share_grammars(
+def grammars_of(
     model: Path, vocab_size: int = VOCAB_SIZE, eos: int = EOS, *, jump_forward: bool = False
 ) -> Iterator[Grammars]:
-    """All nodes share what compiles, whose start takes longer than a node's."""
+    """What compiles for nodes of a model."""
     vocabulary = Vocabulary(str(model / "tokenizer.json"), vocab_size, [eos])
     limits = CompileLimits(10.0, 1 << 30, 64 << 20)
     made = Grammars(vocabulary, limits, 1 << 26, jump_forward=jump_forward)
     close, made.close = made.close, lambda: None  # type: ignore[method-assign]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assembly, "make_grammars", lambda *_: made)
-        yield made
+    yield made
     close()
+
+
+@contextmanager
+def use_grammars(grammars: Grammars) -> Iterator[None]:
+    """All nodes that start meanwhile share what compiles, which takes longer to start than they."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assembly, "make_grammars", lambda *_: grammars)
+        yield
+
+
+@contextmanager
+def share_grammars(model: Path, *about: int, jump_forward: bool = False) -> Iterator[Grammars]:
+    """Both of these."""
+    with grammars_of(model, *about, jump_forward=jump_forward) as made, use_grammars(made):
+        yield made
 
 
 def cluster_of(model: Path, kind: str, **settings: Any) -> Cluster:
@@ -176,10 +207,22 @@ def check_answers(
     drafter: str,
     settings: dict[str, Any],
     aborting: random.Random | None = None,
+    *,
+    is_short: bool = False,
 ) -> None:
-    """A deployment with a drafter gives the answers that are known of another."""
+    """A deployment with a drafter gives the answers that are known of another.
+
+    Args:
+        is_short: memory is so short that answers are retracted.
+    """
     if drafter == "half right":
         monkeypatch.setattr(assembly, "make_drafter", lambda *_: half_right(known))
     with cluster_of(model, kind, **DRAFTERS[drafter] | settings) as cluster:
-        same_answers(answers(cluster, aborting), known)
+        retractions = 0.0
+        for _ in range(3):
+            same_answers(answers(cluster, aborting), known)
+            retractions = sum(counter(node, "pd_retractions_total") for node in cluster.nodes)
+            if retractions > 0 or not is_short:
+                break  # otherwise steps and arrivals met so that memory sufficed
         cluster.wait_idle(30.0)
+        assert (retractions > 0) == is_short

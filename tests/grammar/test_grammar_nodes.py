@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import jsonschema
 import pytest
 from covering import every_two
-from grammar_model import EOS, make_model
+from grammar_model import EOS
 from grammar_nodes import (
     DRAFTERS,
     FEATURES,
     JSON,
+    PROMPT_OF,
     PROMPTS,
     SCHEMA,
     STOP_ID,
@@ -28,7 +29,6 @@ from grammar_nodes import (
     cluster_of,
     same_answers,
     share_grammars,
-    tokens_of,
 )
 from lagging_device import LaggingDevice
 from tokenizers import Tokenizer
@@ -46,15 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from _pytest.mark import ParameterSet
     from grammar_nodes import Answers
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    path = make_model(tmp_path_factory.mktemp("model"))
-    with share_grammars(path):
-        yield path
 
 
 @pytest.fixture(scope="module")
@@ -67,13 +59,15 @@ def test_output_is_what_the_grammar_says(model: Path, plain: Answers) -> None:
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     checked = 0
     for name, params in FEATURES.items():
-        for tokens in tokens_of(plain[name]):
+        for tokens in plain[name].result():
             is_stopped = tokens[-1] in params.get("stop_token_ids", ())
             has_end = is_stopped or tokens[-1] == EOS
             text = tokenizer.decode(tokens[: -1 if has_end else None], skip_special_tokens=False)
             if name == "stop texts" and is_stopped:
                 continue
-            if params.get("grammar") is JSON and "max_tokens" not in params:
+            if "ends_after" in params:
+                assert text.startswith('{"name"') and tokens[-1] in params["ends_after"]
+            elif params.get("grammar") is JSON and "max_tokens" not in params:
                 assert tokens[-1] == EOS or is_stopped, (name, text)
                 jsonschema.validate(json.loads(text), SCHEMA)
                 checked += 1
@@ -81,11 +75,10 @@ def test_output_is_what_the_grammar_says(model: Path, plain: Answers) -> None:
                 assert set(text) <= set("abxy")
             elif name == "ebnf":
                 assert text in ("no" * n + "yes" for n in range(100))
-    assert checked > 20
-    assert {tokens[-1] for tokens in tokens_of(plain["stop ids"])} == {STOP_ID}
+    assert checked > 10
+    assert {tokens[-1] for tokens in plain["stop ids"].result()} == {STOP_ID}
     for name in ("stop ids", "stop texts"):
-        for each in plain[name]:
-            assert each.choices[0].finish.matched == each.tokens()[-1]
+        assert plain[name].choices[0].finish.matched == plain[name].tokens()[-1]
 
 
 def test_text_that_ends_an_output_comes_where_the_grammar_has_it(
@@ -94,7 +87,7 @@ def test_text_that_ends_an_output_comes_where_the_grammar_has_it(
     """And not where the output would be complete: so it is a part of what it ends."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     assert [tokenizer.id_to_token(token) for token in STOP_TEXTS] == [",", ":"]
-    stopped = [each for each in tokens_of(plain["stop texts"]) if each[-1] in STOP_TEXTS]
+    stopped = [each for each in plain["stop texts"].result() if each[-1] in STOP_TEXTS]
     assert stopped
     for tokens in stopped:
         assert not set(tokens[:-1]) & set(STOP_TEXTS)
@@ -118,7 +111,7 @@ def test_text_that_ends_an_output_comes_where_the_grammar_has_it(
         assert asked.tokens() == [a, comma, b, EOS]
 
 
-LITTLE_MEMORY = {"kv_cache_tokens": 600, "reserved_decode_tokens": 1}
+LITTLE_MEMORY = {"kv_cache_tokens": 320, "reserved_decode_tokens": 1}
 COLUMNS: tuple[tuple[Any, ...], ...] = (
     ("split", "unified"),
     tuple(DRAFTERS),
@@ -130,22 +123,35 @@ COLUMNS: tuple[tuple[Any, ...], ...] = (
 )
 
 
-def cells() -> Iterator[ParameterSet]:
-    """Every feature of a request with every value of each column; with every two of them in
-    ``make test-all``. Two ranks are threads here, which take turns."""
-    wanted = every_two([c for c in itertools.product(*COLUMNS) if c[5] == 1 or c[6]], 5)
-    missing = set().union(*map(enumerate, wanted))
-    while wanted:
-        # One of a rank costs a third.
-        cell = max(wanted, key=lambda cell: len(missing & set(enumerate(cell))) - cell[5])
-        wanted.remove(cell)
-        marks = () if missing else (pytest.mark.full,)
-        missing -= set(enumerate(cell))
-        yield pytest.param(*cell, marks=marks, id="-".join(map(str, cell)))
+def cost(cell: tuple[Any, ...]) -> float:
+    """Each node with two GPUs starts a process, which takes longer than everything else."""
+    if cell[5] == 1:
+        return 1.0
+    return 1.5 if cell[0] == "unified" else 2.0
+
+
+# Every two values of different columns. With this seed that takes as few cells as there can be, one
+# for each drafter and page size.
+CELLS = every_two(list(itertools.product(*COLUMNS)), 27, cost)
+
+
+def test_every_two_circumstances_occur_together() -> None:
+    for (i, some), (j, others) in itertools.combinations(enumerate(COLUMNS), 2):
+        assert {(cell[i], cell[j]) for cell in CELLS} == set(itertools.product(some, others))
+
+
+def test_every_two_features_of_a_request_occur_together() -> None:
+    """Those that have something to do with one another: sampled or not, and these four."""
+    names = ("temperature", "n", "logprobs", "min_tokens", "ends_after")
+    found = [[name in params for name in names] for params in FEATURES.values()]
+    for i, j in itertools.combinations(range(len(names)), 2):
+        assert len({(each[i], each[j]) for each in found}) == 4, (names[i], names[j])
 
 
 @pytest.mark.parametrize(
-    ("kind", "drafter", "overlap", "page_size", "is_short", "tp_size", "aborts"), list(cells())
+    ("kind", "drafter", "overlap", "page_size", "is_short", "tp_size", "aborts"),
+    CELLS,
+    ids=["-".join(map(str, cell)) for cell in CELLS],
 )
 @pytest.mark.timeout(240)
 def test_every_deployment_gives_the_same(
@@ -164,7 +170,7 @@ def test_every_deployment_gives_the_same(
     settings = {"overlap_schedule": overlap, "page_size": page_size, "tp_size": tp_size}
     settings |= LITTLE_MEMORY if is_short else {}
     aborting = random.Random(seed) if aborts else None
-    check_answers(monkeypatch, model, plain, kind, drafter, settings, aborting)
+    check_answers(monkeypatch, model, plain, kind, drafter, settings, aborting, is_short=is_short)
 
 
 @pytest.mark.parametrize(
@@ -177,10 +183,10 @@ def test_a_request_goes_on_after_any_token(
     """The state of the grammar is that after the output of other nodes."""
     with cluster_of(model, kind, **DRAFTERS[drafter]) as cluster:
         asked = [
-            (ask(cluster, PROMPTS[0], produced=tokens[:cut], **params), plain[name][0])
+            (ask(cluster, PROMPT_OF[name], produced=tokens[:cut], **params), plain[name])
             for name, params in FEATURES.items()
             if params.get("n", 1) == 1
-            for tokens in plain[name][0].result()
+            for tokens in plain[name].result()
             for cut in sorted({1, len(tokens) // 2, len(tokens) - 1})
             if 0 < cut < len(tokens)
         ]
@@ -197,7 +203,7 @@ def test_an_output_is_replayed_without_the_lock(
     """Other requests do not wait for the grammar of a resumed one."""
     held: list[bool] = []
     restore = intake.restore_sampling
-    tokens = plain["greedy"][0].tokens()
+    tokens = plain["greedy"].tokens()
     with cluster_of(model, "unified") as cluster:
         lock: Any = cluster.unified[0].node.core.events.lock
 
@@ -223,7 +229,7 @@ def test_a_replay_for_which_no_thread_can_start_is_answered_and_later_ones_go_on
             raise RuntimeError("can't start new thread")
         start(self)
 
-    tokens = plain["greedy"][0].tokens()
+    tokens = plain["greedy"].tokens()
     new = [Grammar("json_schema", json.dumps(SCHEMA, indent=indent)) for indent in range(1, 5)]
     with cluster_of(model, "unified") as cluster:
         with monkeypatch.context() as patch:
@@ -234,6 +240,34 @@ def test_a_replay_for_which_no_thread_can_start_is_answered_and_later_ones_go_on
                     asked.tokens()
         for grammar in (JSON, new[0], new[3]):
             assert ask(cluster, PROMPTS[0], produced=tokens[:5], grammar=grammar).tokens() == tokens
+        cluster.wait_idle(30.0)
+
+
+# Rules that never end, and how many tokens come before one.
+IMPOSSIBLE = [
+    (Grammar("ebnf", "root ::= root"), 0),
+    (Grammar("json_schema", '{"$ref": "#"}'), 0),
+    (Grammar("ebnf", 'root ::= "a" dead\ndead ::= "b" dead2\ndead2 ::= dead2'), 2),
+]
+
+
+@pytest.mark.parametrize(("kind", "drafter"), [("unified", "none"), ("split", "ngram")])
+def test_a_grammar_that_leaves_no_token_ends_its_request_with_an_error(
+    model: Path, kind: str, drafter: str
+) -> None:
+    """Token 1 of a pair is that of the prefill node. Others go on."""
+    with cluster_of(model, kind, **DRAFTERS[drafter]) as cluster:
+        other = ask(cluster, PROMPTS[1], grammar=JSON)
+        asked = [(*each, ask(cluster, PROMPTS[0], grammar=each[0])) for each in IMPOSSIBLE]
+        for grammar, count, pending in asked:
+            with pytest.raises(InvalidRequestError) as caught:
+                pending.result()
+            assert str(caught.value).startswith(
+                f"{grammar.kind}: it leaves no token that the model could go on with (or "
+            )
+            assert caught.value.param == grammar.kind
+            assert len(pending.choices[0].tokens) == count
+        assert other.tokens()[-1] == EOS
         cluster.wait_idle(30.0)
 
 

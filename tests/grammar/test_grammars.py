@@ -49,7 +49,7 @@ def nested(depth: int) -> Grammar:
 
 
 LONG = nested(300)
-SLOW = nested(240)
+SLOW = nested(180)
 LARGE = Grammar("regex", "(a{1,900}b{1,900}){1,900}")
 WRONG = [
     (Grammar("regex", "("), "parenthesis"),
@@ -394,7 +394,7 @@ def test_what_took_long_is_handed_over_each_time() -> None:
     text = SLOW.text
     try:
         first = compiler.compile(SLOW)
-        assert first.cpu_seconds > 1.0
+        assert first.cpu_seconds > 0.3
         assert first.compiled
         for number in range(2):
             again = text.replace("{", f'{{"description": "{number}", ', 1)

@@ -10,15 +10,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 from cluster import wait_until
-from grammar_model import make_model
-from grammar_nodes import ask, cluster_of, share_grammars
+from grammar_nodes import ask, cluster_of
 
 from pd.core.errors import InvalidRequestError
 from pd.core.grammar import Grammar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from cluster import Pending
 
     from pd.core.grammar import GrammarKind
@@ -86,13 +83,6 @@ def longest_pause(stream: Pending, others: list[Pending]) -> float:
             count, since = received, now
         longest = max(longest, now - since)
     return longest
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    path = make_model(tmp_path_factory.mktemp("model"))
-    with share_grammars(path):
-        yield path
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.full)])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +16,7 @@ from raw_peer import SOON, RawPeer
 from tiny import TOKEN_BYTES
 
 from pd.core.errors import AbortedError, DeadlineExceededError
+from pd.core.grammar import Grammar
 from pd.core.messages import (
     Abort,
     AbortRoom,
@@ -21,6 +24,7 @@ from pd.core.messages import (
     Drained,
     ErrorInfo,
     Failed,
+    GrammarReady,
     PromptExpected,
     Reservation,
     StepOutputs,
@@ -80,6 +84,85 @@ def test_a_peer_that_reserves_late_is_told_when_the_prompt_is_expected(
     expected = decode.receive(PromptExpected)
     assert (expected.room, expected.epoch) == (room, epoch)
     assert 0 < expected.seconds < 60.0, "the time since the step was planned is over"
+
+
+def test_a_peer_is_told_of_a_grammar_once_it_is_compiled_here_too(
+    prefill: NodeServer, proxy: RawPeer, decode: DecodePeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often it says that it has it, before the request comes and afterwards."""
+    held: list[Any] = []
+
+    def want(grammar: Grammar, done: Any, owner: str = "") -> None:
+        held.append(partial(done, lambda _: None))
+
+    monkeypatch.setattr(prefill.node.core.grammars, "want", want)
+    room = b"a grammar's room"
+    decode.has_grammar(room)
+    handled(decode)
+    ask(proxy, prefill, decode, room=room, params={"grammar": Grammar("regex", "a")})
+    wait_until(lambda: held, 5)
+    decode.has_grammar(room)
+    handled(decode)
+    assert not any(isinstance(seen, GrammarReady) for seen in decode.seen)
+    held.pop()()
+    assert decode.receive(GrammarReady).room == room
+    decode.has_grammar(room)
+    assert decode.receive(GrammarReady).room == room
+    with DecodePeer(prefill, "another") as other:
+        other.has_grammar(room)
+        assert "for another node" in other.receive(AbortRoom).error.message
+        handled(other)
+        assert not any(isinstance(seen, GrammarReady | Drained) for seen in other.seen)
+        prefill.node.sending.drop_peer(other.name, "the test is over")
+    proxy.send(Abort(to=prefill.instance_id, sender=proxy.name, room=room))
+    decode.receive(AbortRoom)
+    wait_until(lambda: room not in prefill.node.rooms, 5)
+    decode.has_grammar(room)
+    assert decode.receive(AbortRoom).error.kind == "finished"
+
+
+@pytest.mark.parametrize("has_pages", [False, True])
+def test_a_prompt_that_waits_for_the_grammar_of_its_decode_node_gives_up_its_pages(
+    prefill: NodeServer,
+    proxy: RawPeer,
+    decode: DecodePeer,
+    monkeypatch: pytest.MonkeyPatch,
+    has_pages: bool,
+) -> None:
+    """But not one whose decode node waits for memory alone."""
+
+    def known(grammar: Grammar, done: Any, owner: str = "") -> None:
+        done(lambda _: None)
+
+    monkeypatch.setattr(prefill.node.core.grammars, "want", known)
+    room = b"pages and grammar"[:15] + bytes([has_pages])
+    if has_pages:
+        decode.has_grammar(room)
+        handled(decode)
+    ask(proxy, prefill, decode, room=room, params={"grammar": Grammar("regex", "a")})
+    computed(proxy)
+    outgoing = prefill.node.rooms.get(room).outgoing
+    wait_until(lambda: time.monotonic() > outgoing.computed_at + 1.0, 5)
+    assert outgoing.parked != has_pages
+    assert (prefill.node.core.memory.counts()["locked"] > 0) == has_pages
+    epoch, receiver = decode.reserve(room, len(PROMPT))
+    commit = decode.receive(Commit)
+    receiver.commit(commit.num_bytes)
+    wait_until(lambda: receiver.poll() is TransferState.DONE, 5)
+    decode.acknowledge(room, epoch)
+
+
+@pytest.mark.usefixtures("unstarved")
+def test_a_room_of_which_no_request_comes_is_refused_after_a_lease(
+    prefill: NodeServer, decode: DecodePeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pd.prefill_node.sending.LEASE_SECONDS", 0.3)
+    room = b"nobody's request"
+    decode.has_grammar(room)
+    abort = decode.receive(AbortRoom)
+    assert (abort.room, abort.epoch) == (room, 0)
+    assert "got no request" in abort.error.message
+    assert not decode.answers(Drained, 0.1)
 
 
 def test_prompts_that_wait_for_their_decode_node_keep_no_sampling_state(

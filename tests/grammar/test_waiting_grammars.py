@@ -1,0 +1,117 @@
+"""A request waits for its grammar, wherever that is compiled, without pages and without holding
+others up."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from cluster import wait_until
+from grammar_nodes import JSON, PROMPTS, ask, cluster_of
+from hand_off_helpers import pages
+
+from pd import assembly
+from pd.core.grammar import Grammar
+from pd.core.messages import HEARTBEAT_INTERVAL
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cluster import Cluster
+
+    from pd.core.config import NodeConfig
+    from pd.grammar.grammars import Grammars
+
+
+class HeldBack:
+    """The grammars of one node, which come when a test lets them."""
+
+    def __init__(self, grammars: Grammars) -> None:
+        self._grammars = grammars
+        self.held: list[tuple[Grammar, Any, str]] = []
+
+    def want(self, grammar: Grammar, done: Any, owner: str = "") -> None:
+        self.held.append((grammar, done, owner))
+
+    def let_go(self, place: int = 0) -> None:
+        self._grammars.want(*self.held.pop(place))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._grammars, name)
+
+
+def hold_back(
+    monkeypatch: pytest.MonkeyPatch, grammars: Grammars, roles: tuple[str, ...]
+) -> dict[str, HeldBack]:
+    """Have nodes of these roles, which start from now on, wait for their grammars."""
+    held = {role: HeldBack(grammars) for role in roles}
+
+    def make(config: NodeConfig, engine: object) -> Any:
+        return held.get(config.role, grammars)
+
+    monkeypatch.setattr(assembly, "make_grammars", make)
+    return held
+
+
+def held_pages(cluster: Cluster) -> list[int]:
+    return [pages(server)["locked"] + pages(server)["reserved"] for server in cluster.pair]
+
+
+@pytest.mark.parametrize("roles", [("prefill",), ("decode",), ("prefill", "decode")])
+def test_a_request_that_waits_for_its_grammar_holds_no_pages(
+    monkeypatch: pytest.MonkeyPatch, model: Path, shared_grammars: Grammars, roles: tuple[str, ...]
+) -> None:
+    """Whichever node still compiles it. A prompt that is computed meanwhile stays cached."""
+    held = hold_back(monkeypatch, shared_grammars, roles)
+    with cluster_of(model, "split") as cluster:
+        other = ask(cluster, PROMPTS[0], max_tokens=20, ignore_eos=True)
+        waiting = ask(cluster, PROMPTS[1], grammar=JSON, temperature=1.0, seed=1)
+        wait_until(lambda: all(each.held for each in held.values()), 10)
+        assert len(other.tokens()) == 20
+        wait_until(lambda: not any(held_pages(cluster)), 10, cluster.nodes[0].node.server_info)
+        until = time.monotonic() + 2 * HEARTBEAT_INTERVAL
+        while time.monotonic() < until:
+            assert held_pages(cluster) == [0, 0]
+            time.sleep(0.05)
+        assert not waiting.done.is_set()
+        assert len(ask(cluster, PROMPTS[0], max_tokens=20, ignore_eos=True).tokens()) == 20
+        assert len(waiting.choices[0].tokens) == ("prefill" not in roles), "token 1 is early"
+        for each in held.values():
+            each.let_go()
+        found = waiting.tokens()
+        cluster.wait_idle(30.0)
+    monkeypatch.setattr(assembly, "make_grammars", lambda *_: shared_grammars)
+    with cluster_of(model, "unified") as cluster:
+        assert ask(cluster, PROMPTS[1], grammar=JSON, temperature=1.0, seed=1).tokens() == found
+
+
+def test_grammars_may_be_ready_in_any_order(
+    monkeypatch: pytest.MonkeyPatch, model: Path, shared_grammars: Grammars, seed: int
+) -> None:
+    """On either node, while some requests are aborted and memory is short."""
+    rng = random.Random(seed)
+    held = hold_back(monkeypatch, shared_grammars, ("prefill", "decode"))
+    names = [f"{number:02}" for number in range(12)]
+    with cluster_of(model, "split", kv_cache_tokens=400, reserved_decode_tokens=4) as cluster:
+        asked = {
+            name: ask(cluster, rng.choice(PROMPTS), grammar=Grammar("regex", f"{name}[ab]{{20}}"))
+            for name in names
+        }
+        wait_until(lambda: all(len(each.held) == len(names) for each in held.values()), 10)
+        aborted = set(rng.sample(names, 3))
+        todo: list[Any] = [
+            *(each.let_go for each in held.values() for _ in names),
+            *(lambda name=name: cluster.client.abort(asked[name]) for name in aborted),
+        ]
+        rng.shuffle(todo)
+        for each in todo:
+            if each.__name__ == "let_go":
+                each(rng.randrange(len(each.__self__.held)))
+            else:
+                each()
+            time.sleep(rng.choice((0.0, 0.01, 0.05)))
+        for name in set(names) - aborted:
+            assert len(asked[name].tokens()) > 20
+        cluster.wait_idle(30.0)
