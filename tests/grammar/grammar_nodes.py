@@ -60,7 +60,7 @@ JSON = Grammar("json_schema", json.dumps(SCHEMA))
 STOP_ID, STOP_TEXTS = EOS - 1, (11, 25)
 FEATURES: dict[str, dict[str, Any]] = {
     "greedy": {"grammar": JSON},
-    # Whose choices soon need more memory than there is.
+    # The choices of this request soon need more memory than there is.
     "choices": {"grammar": JSON, "temperature": 1.0, "seed": 3, "n": 3},
     "choices at once": {
         "grammar": JSON,

@@ -44,7 +44,7 @@ _ESCAPES = {
     "\n": "",
     "/": "/",  # only in JSON
 }
-# Of strings that are not bytes and have no values of variables.
+# Prefixes of strings that are no bytes and have no values of variables in them.
 _PREFIXES = ("r", "R", "u", "U")
 _CODES = {"x": 2, "u": 4, "U": 8}
 _CLOSING = {"[": "]", "(": ")", "{": "}"}
