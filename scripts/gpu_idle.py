@@ -1,4 +1,4 @@
-"""How long a GPU did nothing between decode steps, and what it did otherwise, from a trace.
+"""How long a GPU did nothing between steps, and what it did otherwise, from a trace.
 
     pd-bench engine --model llama-3.1-8b --work decode:64 --profile trace.json
     python scripts/gpu_idle.py trace.json
@@ -57,7 +57,7 @@ def read_trace(path: Path) -> tuple[list[Span], dict[str, Any]]:
     if len(devices) != 1:
         raise SystemExit(f"{path} holds work of {len(devices)} GPUs, not of one")
     spans = [Span(e["name"], float(e["ts"]), float(e["ts"]) + float(e["dur"])) for e in events]
-    return sorted(spans, key=lambda span: span.begin), trace.get("pd_decode", {})
+    return sorted(spans, key=lambda span: span.begin), trace.get("pd_steps", {})
 
 
 def gaps(spans: Iterable[Span]) -> list[tuple[float, float]]:

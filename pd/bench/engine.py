@@ -70,6 +70,8 @@ examples:
   pd-bench engine --model llama-3.1-8b --work decode:1,64 offline:512x1024x128
   pd-bench engine --model ~/models/Qwen3-0.6B --device cpu --work decode:4 prefill:256 --context 256
   pd-bench engine --model llama-3.1-8b --work decode:64 --profile trace.json
+  pd-bench engine --model llama-3.1-8b --work mixed:16:496:8192 --profile trace.json \\
+      --profile-work mixed:16:496:8192
   pd-bench engine --model embedded --device cpu --work decode:1 spec:1:4 \\
       --speculative-algorithm draft --speculative-draft-model pd/assets/embedded-draft
 
@@ -110,8 +112,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="spec: accept drafts at random, so that a step brings LENGTH tokens for each "
         "sequence, on average; dummy weights accept nothing",
     )
-    add("--profile", type=Path, metavar="FILE", help="trace some decode steps on the GPU into it")
-    add("--profile-batch", type=int, default=64, metavar="B", help="sequences in these steps")
+    add("--profile", type=Path, metavar="FILE", help="trace some steps on the GPU into it")
+    add(
+        "--profile-work",
+        default="decode:64",
+        metavar="WORK",
+        help="which steps: decode:B (or sampled, filters, penalties, schema), spec:B:K, verify:B:T "
+        "or mixed:B:N:P (default: decode:64)",
+    )
     add_output(group)
 
 
@@ -131,12 +139,18 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(stream=sys.stderr, level="WARNING")
     logging.getLogger("pd").setLevel("INFO")
     config = config_from(args)
-    works = _works(args)
+    works, profiled = _works(args), _profiled(args)
     check_output(args.output)
     check_output(args.profile, "--profile")
     server, bench = _start(args, config)
     try:
-        return _measure(args, works, server, bench)
+        failed = _measure(args, works, server, bench)
+        if args.profile is not None:
+            from pd.bench.engine_profile import profile_steps
+
+            shown = profile_steps(bench, profiled, args.profile)
+            print(f"{args.profile}: {shown}; summarize it with scripts/gpu_idle.py", flush=True)
+        return int(failed > 0)
     finally:
         bench.close()
         server.stop()
@@ -160,11 +174,24 @@ def config_from(args: argparse.Namespace) -> NodeConfig:
 def _works(args: argparse.Namespace) -> list[Workload]:
     from pd.bench.engine_work import parse_work
 
-    for name in ("context", "steps", "repeats", "profile_batch"):
+    for name in ("context", "steps", "repeats"):
         if getattr(args, name) < 1:
             flag = "--" + name.replace("_", "-")
             raise UsageError(f"{flag} must be at least 1, not {getattr(args, name)}")
     return parse_work(args.work or list(DEFAULT_WORK), args.context)
+
+
+def _profiled(args: argparse.Namespace) -> Workload:
+    """The work of ``--profile-work``; raises UsageError unless it is one that consists of steps."""
+    from pd.bench.engine_work import parse_work
+
+    works = parse_work([args.profile_work], args.context)
+    if len(works) != 1 or works[0].kind not in ("decode", "spec", "verify", "mixed"):
+        raise UsageError(
+            f"--profile-work {args.profile_work} is none of decode:B, spec:B:K, verify:B:T and "
+            "mixed:B:N:P"
+        )
+    return works[0]
 
 
 def _start(args: argparse.Namespace, config: NodeConfig) -> tuple[NodeServer, Bench]:
@@ -196,6 +223,7 @@ def _start(args: argparse.Namespace, config: NodeConfig) -> tuple[NodeServer, Be
 def _measure(
     args: argparse.Namespace, works: list[Workload], server: NodeServer, bench: Bench
 ) -> int:
+    """Returns how many works failed."""
     roofline = _roofline(server)
     reference = _reference(args, server)
     rows: list[Row] = []
@@ -214,12 +242,7 @@ def _measure(
         print(_line(rows[-1]), flush=True)
         if args.output is not None:
             _write(args, rows, server)
-    if args.profile is not None:
-        from pd.bench.engine_profile import profile_decode
-
-        shown = profile_decode(bench, args.profile_batch, args.context, args.profile)
-        print(f"{args.profile}: {shown}; summarize it with scripts/gpu_idle.py", flush=True)
-    return int(failed > 0)
+    return failed
 
 
 def _least(roofline: Roofline, work: Workload, measured: Measured, batch: int) -> float | None:

@@ -1,11 +1,11 @@
-"""A trace of what a GPU does during some decode steps, for ``scripts/gpu_idle.py``."""
+"""A trace of what a GPU does during some steps, for ``scripts/gpu_idle.py``."""
 
 from __future__ import annotations
 
 import json
 import statistics
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -15,7 +15,7 @@ from pd.core.errors import SetupError, UsageError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pd.bench.engine_work import Bench
+    from pd.bench.engine_work import Bench, Workload
 
 # Steps before the trace begins, those in it, and those that may pass while it starts and stops.
 _PLAIN, _TRACED, _SPARE = 40, 20, 400
@@ -34,35 +34,66 @@ def prime() -> None:
         torch.cuda.synchronize()
 
 
-def profile_decode(bench: Bench, batch: int, context: int, path: Path) -> str:
-    """Write a Chrome trace of about 20 steps of ``batch`` sequences; returns what it holds.
+def profile_steps(bench: Bench, work: Workload, path: Path) -> str:
+    """Write a Chrome trace of about 20 steps; returns what it holds.
 
-    Its metadata ``pd_decode`` has the batch, the steps traced, and the median step with and without
+    Its metadata ``pd_steps`` has the work, the steps traced, and the median step with and without
     tracing in milliseconds (tracing every kernel of a CUDA graph costs time between them).
 
-    Raises SetupError if the steps cannot be reached.
+    Args:
+        work: ``decode``, ``spec``, ``verify`` or ``mixed``.
+
+    Raises SetupError if the steps cannot be reached, and UsageError if the node drafts less.
     """
     bench.start_afresh()
-    bench.start_decode(batch, context, _PLAIN + _TRACED + _SPARE)
-    _wait(bench, batch, _PLAIN)
     tracer = profile(activities=[ProfilerActivity.CUDA])
+    if work.kind in ("verify", "mixed"):
+        facts = _trace_steps(bench, work, tracer)
+    else:
+        with bench.drafting(work):
+            facts = _trace_node(bench, work, tracer)
+            bench.finish()
+    tracer.export_chrome_trace(str(path))
+    return f"{facts['steps']} steps of {work}"
+
+
+def _trace_steps(bench: Bench, work: Workload, tracer: profile) -> dict[str, Any]:
+    """Trace steps that are launched here."""
+    run = bench.run_steps(work)
+    run(_PLAIN)
+    plain = run(_PLAIN)
+    tracer.start()
+    traced = run(_TRACED)
+    return _stop(tracer, work, _TRACED, plain, traced)
+
+
+def _trace_node(bench: Bench, work: Workload, tracer: profile) -> dict[str, Any]:
+    """Trace steps of the node while it serves."""
+    batch = work.count
+    bench.start_decode(batch, work.num_in, _PLAIN + _TRACED + _SPARE, sampling=work.sampling)
+    _wait(bench, batch, _PLAIN)
     tracer.start()
     before = len(bench.log.intervals(batch))
     _wait(bench, batch, before + _TRACED)
-    intervals = bench.log.intervals(batch)
+    intervals = [interval.seconds for interval in bench.log.intervals(batch)]
     plain, traced = intervals[:_PLAIN], intervals[before : before + _TRACED]
+    return _stop(tracer, work, len(traced), statistics.median(plain), statistics.median(traced))
+
+
+def _stop(
+    tracer: profile, work: Workload, steps: int, plain: float, traced: float
+) -> dict[str, Any]:
+    """End a trace of steps that took so many seconds before it and in it."""
     facts = {
-        "batch": batch,
-        "steps": len(traced),
-        "step_ms": statistics.median(i.seconds for i in plain) * 1e3,
-        "traced_step_ms": statistics.median(i.seconds for i in traced) * 1e3,
+        "work": str(work),
+        "steps": steps,
+        "step_ms": plain * 1e3,
+        "traced_step_ms": traced * 1e3,
     }
     # NOTE: the profiler takes this only while it traces.
-    tracer.add_metadata_json("pd_decode", json.dumps(facts))
+    tracer.add_metadata_json("pd_steps", json.dumps(facts))
     tracer.stop()
-    bench.finish()
-    tracer.export_chrome_trace(str(path))
-    return f"{len(traced)} steps of batch {batch}"
+    return facts
 
 
 def _wait(bench: Bench, batch: int, count: int) -> None:

@@ -20,7 +20,7 @@ from pd.engine.sampling_state import Draw
 from pd.speculative.costs import greedy_state
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from pd.bench.engine_client import RequestTimes
     from pd.bench.engine_sampling import Sampling
@@ -220,7 +220,7 @@ class Bench:
         """Raises PDError if requests fail or the node cannot do the work."""
         self.start_afresh()
         # Only ``spec`` drafts.
-        with self._drafting(work.num_out if work.kind == "spec" else 0):
+        with self.drafting(work):
             measured: Measured = getattr(self, f"_{work.kind}")(work)
             return measured
 
@@ -311,8 +311,12 @@ class Bench:
     # ---- drafts
 
     @contextlib.contextmanager
-    def _drafting(self, tokens: int) -> Iterator[None]:
-        """Have at most so many tokens drafted for each sequence and step."""
+    def drafting(self, work: Workload) -> Iterator[None]:
+        """Have as many tokens drafted for each sequence and step as ``spec`` says, none otherwise.
+
+        Raises UsageError if the node drafts fewer.
+        """
+        tokens = work.num_out if work.kind == "spec" else 0
         scheduler = self._node.scheduler.decode
         assert scheduler is not None
         lengths = self._node.core.draft_lengths
@@ -340,21 +344,20 @@ class Bench:
             acceptance=tokens / work.count,
         )
 
-    def _verify(self, work: Workload) -> Measured:
-        each = [(work.num_in, work.num_out, work.num_out)] * work.count
-        return self._forward(work, each)
+    # ---- steps without the scheduler
 
-    def _mixed(self, work: Workload) -> Measured:
-        answers = [(work.num_in, 1, 1)] * work.count
-        return self._forward(work, [*answers, (work.prior, work.num_out, 0)])
+    def run_steps(self, work: Workload) -> Callable[[int], float]:
+        """Prepare ``verify`` or ``mixed``. The result runs so many steps, one behind the other so
+        that none waits for the host, and returns the seconds of each on average.
 
-    def _forward(self, work: Workload, parts: list[tuple[int, int, int]]) -> Measured:
-        """Steps one behind the other, so that none waits for the host.
-
-        Args:
-            parts: of each sequence the tokens that are computed already, those that a step
-                computes, and how many of these have logits.
+        Raises SetupError if the pool has too few pages.
         """
+        # Of each sequence the tokens that are computed already, those that a step computes, and how
+        # many of these have logits.
+        if work.kind == "verify":
+            parts = [(work.num_in, work.num_out, work.num_out)] * work.count
+        else:
+            parts = [(work.num_in, 1, 1)] * work.count + [(work.prior, work.num_out, 0)]
         engine = self._node.engine
         engine.activate()
         page_size, pool = engine.pool.page_size, engine.pool
@@ -369,15 +372,26 @@ class Bench:
             ids = self._rng.integers(0, self._vocab, count).astype(np.int32)
             items.append(ForwardItem(ids, start, table, num_logits))
         draws = [Draw(greedy_state(engine))] * sum(num_logits for _, _, num_logits in parts)
-        seconds = []
-        for _ in range(self._repeats + 1):
+
+        def run(steps: int) -> float:
             began = time.perf_counter()
-            for _ in range(_TIMED_TOGETHER):
+            for _ in range(steps):
                 logits = engine.runner.forward(items)
                 samples = engine.sampler.launch(logits, engine.sampler.prepare(draws))
             samples.result()
-            seconds.append((time.perf_counter() - began) / _TIMED_TOGETHER)
-        tokens = sum(count for _, count, _ in parts)
+            return (time.perf_counter() - began) / steps
+
+        return run
+
+    def _verify(self, work: Workload) -> Measured:
+        return self._steps_of(work, work.count * work.num_out)
+
+    def _mixed(self, work: Workload) -> Measured:
+        return self._steps_of(work, work.count + work.num_out)
+
+    def _steps_of(self, work: Workload, tokens: int) -> Measured:
+        run = self.run_steps(work)
+        seconds = [run(_TIMED_TOGETHER) for _ in range(self._repeats + 1)]
         return Measured(seconds[1:], tokens, context=work.num_in)
 
     # ---- prompts

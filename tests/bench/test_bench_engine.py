@@ -128,6 +128,8 @@ def test_a_work_that_cannot_be_done_fails_and_the_others_count(tmp_path, capsys)
         (["--work", "decode"], "--work decode is none of decode:BATCH (or sampled,"),
         (["--work", "prefill:0"], "--work prefill:0 is none of"),
         (["--work", "offline:8x32"], "--work offline:8x32 is none of"),
+        (["--profile-work", "prefill:8"], "--profile-work prefill:8 is none of decode:B, spec:B:K"),
+        (["--profile-work", "decode:1,2"], "--profile-work decode:1,2 is none of decode:B"),
         (["--steps", "0"], "--steps must be at least 1, not 0"),
         (["--output", "/nowhere/engine.json"], "there is no directory /nowhere"),
         (["--page-size", "3"], "--page-size must be one of"),
@@ -157,7 +159,8 @@ def test_a_profile_needs_a_gpu(tmp_path, capsys) -> None:
 
 
 @pytest.mark.full
-def test_a_profile_holds_the_steps_of_one_batch(tmp_path, monkeypatch, capsys) -> None:
+@pytest.mark.parametrize("work", ["decode:2", "sampled:2", "mixed:2:8:16", "verify:2:3"])
+def test_a_profile_holds_the_steps_of_one_work(work, tmp_path, monkeypatch, capsys) -> None:
     """As on a GPU, except for what the profiler looks at."""
     activities = SimpleNamespace(CUDA=ProfilerActivity.CPU)
     monkeypatch.setattr(engine_profile, "ProfilerActivity", activities)
@@ -169,14 +172,14 @@ def test_a_profile_holds_the_steps_of_one_batch(tmp_path, monkeypatch, capsys) -
     monkeypatch.setattr(engine_profile, "prime", prime)
     monkeypatch.setattr(engine_profile, "_PLAIN", 6)
     path = tmp_path / "trace.json.gz"
-    flags = ["--work", "decode:2", "--context", "24", "--steps", "10", "--profile-batch", "2"]
+    flags = ["--work", "verify:1:1", "--context", "24", "--steps", "10", "--profile-work", work]
     size = ["--kv-cache-tokens", "4096"]
     assert cli.bench([*FLAGS, *flags, *size, "--profile", str(path)]) == 0
-    facts = json.loads(gzip.decompress(path.read_bytes()))["pd_decode"]
-    assert facts["batch"] == 2
+    facts = json.loads(gzip.decompress(path.read_bytes()))["pd_steps"]
+    assert facts["work"] == work
     assert 10 <= facts["steps"] <= 20
     assert facts["step_ms"] > 0 and facts["traced_step_ms"] > 0
-    assert f"{facts['steps']} steps of batch 2; summarize it" in capsys.readouterr().out
+    assert f"{facts['steps']} steps of {work}; summarize it" in capsys.readouterr().out
 
 
 def test_work_is_read_from_its_short_form() -> None:

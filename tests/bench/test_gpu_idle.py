@@ -34,14 +34,14 @@ def write(path: Path, events: list[Any], **facts: Any) -> Path:
 
 
 def test_idle_shares_of_whole_and_step(tmp_path: Path, capsys: Any) -> None:
-    facts = {"batch": 64, "steps": 4, "step_ms": 0.095, "traced_step_ms": 0.1}
+    facts = {"work": "decode:64", "steps": 4, "step_ms": 0.095, "traced_step_ms": 0.1}
     events = [e for number in (3, 1, 0, 2) for e in step(1000 + 100 * number)]
-    trace = write(tmp_path / "trace.json", events, pd_decode=facts)
+    trace = write(tmp_path / "trace.json", events, pd_steps=facts)
     output = tmp_path / "idle.json"
     assert gpu_idle.main([str(trace), "--output", str(output)]) == 1
     report = json.loads(output.read_text())
     summary = report["settings"]
-    assert summary["batch"] == 64
+    assert summary["work"] == "decode:64"
     assert summary["traced_ms"] == 0.395
     assert summary["idle_ms"] == 0.055
     assert summary["idle_share"] == round(55 / 395, 4)
@@ -59,7 +59,7 @@ def test_idle_shares_of_whole_and_step(tmp_path: Path, capsys: Any) -> None:
 
 
 def test_without_one_copy_a_step_only_the_whole_is_told(tmp_path: Path) -> None:
-    trace = write(tmp_path / "trace.json", step(0) + step(100), pd_decode={"steps": 20})
+    trace = write(tmp_path / "trace.json", step(0) + step(100), pd_steps={"steps": 20})
     spans, facts = gpu_idle.read_trace(trace)
     assert "idle_share_of_median_step" not in gpu_idle.summarize(spans, facts)
 
