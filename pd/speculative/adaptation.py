@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,7 +38,7 @@ REST_STEPS, MOST_REST_STEPS = 16, 64
 _PACE_STEP, _PACE_FORGOTTEN = 0.1, 0.005
 # After so many steps with drafts in a row, at first and later, a few are made without, for what
 # they take; the first of them were not launched ahead.
-_TRY_PLAIN_FIRST, _TRY_PLAIN, _PLAIN_STEPS = 32, 1024, 8
+_TRY_PLAIN_FIRST, _TRY_PLAIN, _PLAIN_STEPS = 16, 1024, 8
 # A step that took more times its cost than this, or less, counts as if it had taken so many.
 _PACE_MOST = 8.0
 
@@ -125,6 +126,20 @@ class _Pace:
         other.value += (_PACE_FORGOTTEN if other.count else 1.0) * (self.value - other.value)
 
 
+@dataclass(slots=True)
+class _Paces:
+    """The times of steps without drafts and with them, of batches of similar size: what the host
+    does between steps is little beside the step of many sequences and much beside that of one.
+
+    Attributes:
+        until_plain: steps with drafts that may follow before some are made without.
+    """
+
+    plain: _Pace = field(default_factory=_Pace)
+    drafting: _Pace = field(default_factory=_Pace)
+    until_plain: int = _TRY_PLAIN_FIRST
+
+
 class DraftLengths:
     """Chooses draft lengths by each sequence's acceptance and by the cost of the step. The caller
     holds the node's lock.
@@ -138,7 +153,7 @@ class DraftLengths:
 
     The costs were measured on steps that ran alone. What steps take in the running node, with all
     that the host does between them, is noted by :meth:`took` for steps with and without drafts, and
-    scales the costs of either kind.
+    scales the costs of either kind, in batches of that size up to the next power of two.
 
     Args:
         costs: seconds of steps; if None, as many tokens as possible are drafted.
@@ -158,9 +173,8 @@ class DraftLengths:
         self._rest = 0
         # Steps of the last rest that were made, and those of the next one.
         self._rested, self._next_rest = 0, REST_STEPS
-        # Steps with drafts that may follow before some are made without.
-        self._until_plain = _TRY_PLAIN_FIRST
-        self._plain, self._drafting = _Pace(), _Pace()
+        # By the number of bits of a batch's size.
+        self._paces: defaultdict[int, _Paces] = defaultdict(_Paces)
         self._plain_seconds: dict[int, float] = {}
 
     @property
@@ -180,8 +194,9 @@ class DraftLengths:
             return []
         if self._rested:
             self._forget_rest()
-        if self._until_plain == 0:
-            self._until_plain = _TRY_PLAIN
+        paces = self._paces[len(sequences).bit_length()]
+        if paces.until_plain == 0:
+            paces.until_plain = _TRY_PLAIN
             self._rest = _PLAIN_STEPS - 1
             return [0] * len(limits)
         seen = [self._seen.setdefault(sequence, _Acceptance()) for sequence in sequences]
@@ -192,10 +207,10 @@ class DraftLengths:
             np.array([each.found_share(self._of_all.found_share(1.0)) for each in seen]),
         )
         if lengths.any():
-            self._until_plain -= 1
+            paces.until_plain -= 1
             self._next_rest = REST_STEPS
         else:
-            self._until_plain = _TRY_PLAIN
+            paces.until_plain = _TRY_PLAIN
             self._rest = self._next_rest
             self._next_rest = min(2 * self._next_rest, MOST_REST_STEPS)
             self._of_all.fade(_KEPT_AT_REST)
@@ -232,17 +247,18 @@ class DraftLengths:
         costs = self._costs
         if costs is None:
             return
+        paces = self._paces[batch.bit_length()]
         if drafted is None:
             cost = self._plain_seconds.get(batch)
             if cost is None:
                 cost = self._plain_seconds[batch] = float(costs.at(costs.plain, batch))
-            self._plain.observe(seconds / cost, self._drafting)
+            paces.plain.observe(seconds / cost, paces.drafting)
             return
         computed = costs.verify if drafted else costs.plain
         draft, deeper = (float(costs.at(each, batch)) for each in (costs.draft, costs.deeper))
         depth = self._shape.first(max(drafted)).depth if drafted else 1
         cost = float(costs.at(computed, batch + sum(drafted))) + draft + (depth - 1) * deeper
-        self._drafting.observe(seconds / cost, self._plain)
+        paces.drafting.observe(seconds / cost, paces.plain)
 
     def forget(self, sequence: TokenSequence) -> None:
         """Drop the record of a sequence."""
@@ -262,8 +278,9 @@ class DraftLengths:
         costs = self._costs
         assert costs is not None
         batch, most = len(shares), int(limits.max())
+        paces = self._paces[batch.bit_length()]
         best = np.zeros(batch, dtype=np.int64)
-        best_rate = float(batch / costs.at(costs.plain, batch)) / self._plain.value
+        best_rate = float(batch / costs.at(costs.plain, batch)) / paces.plain.value
         if most == 0:
             return best
         shape = self._shape.first(most)
@@ -285,7 +302,7 @@ class DraftLengths:
             tokens = batch + np.cumsum(chances[order])
             sizes = batch + np.arange(1, len(order) + 1, dtype=np.float64)
             seconds = costs.at(costs.verify, sizes) + drafting + (depth - 1) * deeper
-            rates = tokens / (seconds * self._drafting.value)
+            rates = tokens / (seconds * paces.drafting.value)
             fastest = int(rates.argmax())
             if rates[fastest] > best_rate:
                 best_rate = float(rates[fastest])

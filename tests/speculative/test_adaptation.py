@@ -154,6 +154,30 @@ def test_the_time_of_steps_in_the_running_node_decides(slower: float, drafts: bo
     assert drafts or counts[False] > 800, counts
 
 
+def test_what_pays_for_many_sequences_is_found_not_to_pay_for_one() -> None:
+    """The host takes as long beside one sequence as beside sixteen, and a step with drafts waits for
+    it."""
+    table = costs([1.0, 1.0, 5.0, 5.0], [1.0, 1.1, 5.0, 5.0], draft=0.1)
+    lengths = DraftLengths(table)
+    drafted = []
+    for size, steps in ((16, 300), (1, 100), (16, 100)):
+        some, count = keys(size), 0
+        for step in range(steps):
+            chosen = lengths.choose(some, [4] * size)
+            for each, length in zip(some, chosen, strict=True):
+                if length:  # half of the guesses are right
+                    lengths.observe(each, chain(length), range(min(length, step % 2)))
+            plain = float(table.at(table.plain, size))
+            seconds = plain if not any(chosen) else plain + 0.1 + 0.1 * max(chosen) + 1.0
+            lengths.took(seconds, size, [length for length in chosen if length] or None)
+            count += any(chosen)
+        drafted.append(count)
+    many, one, again = drafted
+    assert many > 250, drafted
+    assert 2 < one < 40, drafted
+    assert again > 50, drafted
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     st.lists(st.tuples(st.floats(0.05, 0.95), st.integers(0, 3)), min_size=1, max_size=3),
