@@ -155,8 +155,7 @@ def test_the_time_of_steps_in_the_running_node_decides(slower: float, drafts: bo
 
 
 def test_what_pays_for_many_sequences_is_found_not_to_pay_for_one() -> None:
-    """The host takes as long beside one sequence as beside sixteen, and a step with drafts waits for
-    it."""
+    """A step with drafts waits for the host, which takes as long for one sequence as for many."""
     table = costs([1.0, 1.0, 5.0, 5.0], [1.0, 1.1, 5.0, 5.0], draft=0.1)
     lengths = DraftLengths(table)
     drafted = []
