@@ -174,6 +174,15 @@ class StepLoop(threading.Thread):
         works: list[Work] = []
         if last is not None:
             self._wait_to_plan(last)
+            if last.timer.measures and last.is_over:
+                # The device is idle. Planning and launching a step may take the host longer
+                # than the step took, and clients wait for its tokens.
+                self._account(last)
+                with events.event():
+                    self._rooms.outputs.flush()
+                last = self._launched = None
+                self._under_way = []
+                self._watch.end()
         begins = None if last is None else partial(self._seconds_left, last)
         planned = time.monotonic()
         with events.event():

@@ -12,6 +12,8 @@ from lagging_device import LaggingDevice
 from tiny import tiny_cluster
 
 from pd.core.errors import PDError
+from pd.engine.device_copy import DeviceTimer
+from pd.node import step_loop
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -115,3 +117,38 @@ def test_a_request_at_its_last_token_is_not_computed_further(params: dict[str, A
         cluster.client.generate(prompt, cluster.unified, max_tokens=9, **params).tokens()
         cluster.wait_idle()
         assert (device.launched, device.ahead) == (9, 7)
+
+
+@pytest.mark.parametrize("over", [True, False])
+def test_tokens_of_a_step_that_is_over_are_sent_before_the_next_is_launched(
+    over: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launching a step may take the host longer than the step took."""
+    events: list[str] = []
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            events.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(DeviceTimer, "measures", True)  # as on a GPU
+    monkeypatch.setattr(step_loop, "launch", noted("launched", step_loop.launch))
+    with tiny_cluster(0, 0, 1, overlap_schedule="on") as cluster:
+        node = cluster.unified[0].node
+        if not over:
+            LaggingDevice(cluster.unified[0])
+        node.scheduler.process = noted("known", node.scheduler.process)
+        outputs = node.core.rooms.outputs
+        outputs.flush = noted("sent", outputs.flush)
+        (prompt,) = random_prompts(0, [10])
+        cluster.client.generate(prompt, cluster.unified, max_tokens=9).tokens()
+        cluster.wait_idle()
+    launches = [place for place, name in enumerate(events) if name == "launched"]
+    known = [events[:place].count("known") for place in launches]
+    if over:
+        assert known == [*range(9)], events
+        assert all(events[place - 1] == "sent" for place in launches), events
+    else:
+        assert known == [0, 1, *range(1, 8)], events
