@@ -207,10 +207,11 @@ class _Stream:
 @dataclass
 class _Drafters:
     """One that launches its passes kernel by kernel, and one with graphs; ``used`` counts how the
-    latter computed its passes."""
+    latter computed its passes. ``waits`` is torch's mode for what waits for a GPU meanwhile."""
 
     page_size: int
     used: Counter[str] = field(default_factory=Counter)
+    waits: str = "default"
 
     def __post_init__(self) -> None:
         plain, captured = (make_runner(self.page_size) for _ in range(2))
@@ -250,7 +251,13 @@ class _Drafters:
                 for stream, limit in zip(streams, limits, strict=True)
             ]
             drafter.begin([])
-            drafts = drafter.draft(requests, 0)
+            if ON_GPU:
+                torch.cuda.set_sync_debug_mode(self.waits)
+            try:
+                drafts = drafter.draft(requests, 0)
+            finally:
+                if ON_GPU:
+                    torch.cuda.set_sync_debug_mode("default")
             for draft in drafts:
                 assert draft is not None
                 draft.batch.host = draft.batch.tokens.cpu().numpy().astype(np.int32)
@@ -311,6 +318,19 @@ def test_passes_that_no_graph_fits_are_launched(monkeypatch: pytest.MonkeyPatch)
     drafters.draft(streams[:4], [3] * 4)
     assert drafters.used["launched"] == 2
     assert drafters.used["decode"] >= 2
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+def test_drafting_does_not_wait_for_the_gpu() -> None:
+    """Torch raises where an operation would wait."""
+    drafters = _Drafters(16)
+    prompts = np.random.default_rng(0).integers(0, VOCAB_SIZE - 2, (4, 20)).astype(np.int32)
+    streams = [_Stream.of(prompt, PARAMS[n % 2], n) for n, prompt in enumerate(prompts)]
+    for _ in range(3):  # compiles and allocates
+        for stream, draft in zip(streams, drafters.draft(streams, [4] * 4), strict=True):
+            stream.append([*draft, 5])
+    drafters.waits = "error"
+    drafters.draft(streams, [4] * 4)
 
 
 def test_a_backend_without_graphs_has_none() -> None:
