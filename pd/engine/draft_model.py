@@ -103,9 +103,11 @@ class DraftModel:
             captured = capture_drafting(runner, recorder, self.config, sizes, self.max_context)
             if captured is not None:
                 runner.graphs, runner.verify_graphs, runner.mixed_graphs = captured
-        logger.info(
-            "draft model: %s attention, CUDA graphs of %d batch sizes, %.2f GiB beside its KV",
-            *(self.attention.name, len(sizes) if runner.graphs is not None else 0),
-            self.lasting_bytes / 2**30,
-        )
+        if self.device.type == "cuda":
+            logger.info(
+                "draft model with %s attention and CUDA graphs of %d batch sizes; graphs and work "
+                "space were measured to take %.2f GiB",
+                *(self.attention.name, 0 if runner.graphs is None else len(runner.graphs.sizes)),
+                self.lasting_bytes / 2**30,
+            )
         return runner
