@@ -14,6 +14,7 @@ from pd.core.node_info import NodeInfo
 from pd.decode_node.receiving import ReceivingEnd
 from pd.engine.digests import Digests
 from pd.engine.engine import Engine
+from pd.engine.footprint import NOTHING_BESIDE
 from pd.grammar.child import Vocabulary
 from pd.grammar.compiler import CompileLimits
 from pd.grammar.grammars import MAX_COMPILED_BYTES, Grammars
@@ -67,7 +68,7 @@ def assemble(config: NodeConfig, instance_id: str, bootstrap_url: str) -> Assemb
     """
     draft = load_draft_model(config)
     with ExitStack() as made:
-        engine = Engine.build(config, 0 if draft is None else draft.page_bytes)
+        engine = Engine.build(config, NOTHING_BESIDE if draft is None else draft.memory)
         made.callback(engine.close)
         control = ControlThread(
             instance_id, config.host, config.cluster_key, mutual=config.is_elastic

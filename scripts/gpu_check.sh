@@ -78,7 +78,8 @@ if has tests; then
     # The log names each test when it ends; FlashInfer compiles for minutes.
     pytest=("$python" -m pytest -p no:cacheprovider -vv --timeout 300 -m "not full and not starved")
     part tests 1500 "${pytest[@]}" "--junitxml=$out/tests.xml" \
-        tests/gpu tests/kernels tests/unified_node/test_unified_memory.py
+        tests/gpu tests/kernels tests/speculative/test_draft_graphs.py \
+        tests/unified_node/test_unified_memory.py
     if [ "$gpus" -ge 2 ]; then
         part sizes 300 env PD_TEST_DEVICE=cuda "${pytest[@]}" \
             "--junitxml=$out/tests-sizes.xml" -m "" -k "not mooncake" \

@@ -196,7 +196,8 @@ class StepGraphs(ABC):
         count = len(token_ids)
         rows = self.sizes[bisect_left(self.sizes, count)]
         graph = self._graphs[rows]
-        host = torch.zeros(self._num_inputs(rows), dtype=torch.int64, pin_memory=True)
+        pinned = self._device.type == "cuda"
+        host = torch.zeros(self._num_inputs(rows), dtype=torch.int64, pin_memory=pinned)
         inputs = host.numpy()[: self._fields * rows].reshape(self._fields, rows)
         places, positions, tokens = inputs[:3]
         places[:] = 2 * rows + np.arange(rows)

@@ -16,7 +16,7 @@ from pd.core.node_info import KVLayout
 from pd.engine.chunk_graphs import ChunkGraphs
 from pd.engine.cuda_graphs import GraphRecorder
 from pd.engine.eagle import EagleWriter, head_config, head_plane, load_head
-from pd.engine.footprint import footprint, report
+from pd.engine.footprint import NOTHING_BESIDE, footprint, report
 from pd.engine.kv_pool import DTYPES, KVPool
 from pd.engine.model_runner import ModelRunner
 from pd.engine.sampler import Sampler
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from pd.core.config import NodeConfig
     from pd.core.node_info import DType, Plane
-    from pd.engine.footprint import Footprint
+    from pd.engine.footprint import Footprint, MemoryBeside
     from pd.models.causal_lm import CausalLM
 
     IntArray = npt.NDArray[np.int32]
@@ -120,12 +120,15 @@ class Engine:
 
     @classmethod
     def build(
-        cls, config: NodeConfig, page_bytes_beside: int = 0, extra_planes: Sequence[Plane] = ()
+        cls,
+        config: NodeConfig,
+        beside: MemoryBeside = NOTHING_BESIDE,
+        extra_planes: Sequence[Plane] = (),
     ) -> Engine:
         """Load the model and allocate the pool, with ``--tp-size`` in as many processes.
 
         Args:
-            page_bytes_beside: bytes to leave for other pools on this device, for each page.
+            beside: memory to leave on the device of the first rank.
             extra_planes: planes of the pool beside the model's K and V, which come first.
 
         Raises:
@@ -133,9 +136,7 @@ class Engine:
             SetupError: no such device, or not enough memory, or another rank failed.
         """
         if config.tp_size == 1:
-            return cls.build_rank(
-                config, page_bytes_beside=page_bytes_beside, extra_planes=extra_planes
-            )
+            return cls.build_rank(config, beside=beside, extra_planes=extra_planes)
         ModelConfig.from_pretrained(config.model).divided(config.tp_size)
         leader = Leader(config, rank_device(config, 0), extra_planes)
         try:
@@ -143,7 +144,7 @@ class Engine:
                 config,
                 leader.group,
                 leader.agree_on_pages,
-                page_bytes_beside=page_bytes_beside,
+                beside=beside,
                 extra_planes=extra_planes,
             )
             built = leader.wait_built()
@@ -164,7 +165,7 @@ class Engine:
         tp: TensorParallel = SINGLE,
         agree_on_pages: Callable[[int], int] = lambda num_pages: num_pages,
         shared_memory: int | None = None,
-        page_bytes_beside: int = 0,
+        beside: MemoryBeside = NOTHING_BESIDE,
         extra_planes: Sequence[Plane] = (),
     ) -> Engine:
         """Do one rank's part of :meth:`build`; all ranks call this at the same time.
@@ -173,11 +174,10 @@ class Engine:
             agree_on_pages: takes the number of pages that this rank has memory for and returns the
             least number of all ranks.
             shared_memory: descriptor of the pool's memory, on a CPU (see :class:`KVPool`).
+            beside: memory to leave on this rank's device.
         """
         try:
-            return cls._build_rank(
-                config, tp, agree_on_pages, shared_memory, page_bytes_beside, extra_planes
-            )
+            return cls._build_rank(config, tp, agree_on_pages, shared_memory, beside, extra_planes)
         except torch.OutOfMemoryError as error:
             device = rank_device(config, tp.rank)
             free, total = torch.cuda.mem_get_info(device)
@@ -202,7 +202,7 @@ class Engine:
         tp: TensorParallel,
         agree_on_pages: Callable[[int], int],
         shared_memory: int | None,
-        page_bytes_beside: int,
+        beside: MemoryBeside,
         extra_planes: Sequence[Plane],
     ) -> Engine:
         model_config = ModelConfig.from_pretrained(config.model)
@@ -210,7 +210,7 @@ class Engine:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         dtype = kv_dtype(config.dtype, model_config.dtype, device)
-        context_length = _context_length(config, model_config)
+        context_length = context_tokens(config, model_config)
         # A backend that is missing is refused before the model is loaded, which may take minutes.
         attention = find_attention_backend(
             config.attention_backend, device, DTYPES[dtype], model_config.head_dim
@@ -221,9 +221,10 @@ class Engine:
         part = layout.of_rank(tp.rank)
         model = _load(config, model_config, DTYPES[dtype], device, tp)
         head = load_head(config, model, model_config)
-        sizes = _graph_sizes(config, device)
+        sizes = decode_graph_sizes(config, device)
         needs = footprint(model, part, attention, config, sizes, context_length, head)
-        page_bytes = KVPool.page_bytes(part) + page_bytes_beside
+        page_bytes = KVPool.page_bytes(part) + beside.page
+        needs = needs._replace(lasting=needs.lasting + beside.lasting)
         num_pages = agree_on_pages(_num_pages(config, page_bytes, device, needs))
         pool = KVPool(part, num_pages, device, shared_memory)
         runner = ModelRunner.build(
@@ -326,7 +327,15 @@ def _load(
     )
 
 
-def _context_length(config: NodeConfig, model_config: ModelConfig) -> int:
+def context_tokens(config: NodeConfig, model_config: ModelConfig) -> int:
+    """Return how many tokens a sequence may have on a node of this configuration.
+
+    Args:
+        model_config: of the node's model.
+
+    Raises:
+        UsageError: more are asked for than the model can have.
+    """
     length = config.context_length or model_config.context_length
     if length > model_config.context_length:
         raise UsageError(
@@ -374,8 +383,9 @@ def _capture_graphs(
     return torch.cuda.memory_reserved(device) - reserved
 
 
-def _graph_sizes(config: NodeConfig, device: torch.device) -> tuple[int, ...]:
-    """Return the batch sizes to capture as CUDA graphs; none on nodes that do not decode."""
+def decode_graph_sizes(config: NodeConfig, device: torch.device) -> tuple[int, ...]:
+    """Return the batch sizes to capture as CUDA graphs; none on nodes that do not decode, and none
+    on a CPU."""
     if device.type != "cuda" or not config.decodes:
         return ()
     sizes = config.cuda_graph_batch_sizes

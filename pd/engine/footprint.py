@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -13,14 +14,15 @@ from pd.engine.cuda_graphs import GraphRecorder
 from pd.engine.eagle import EagleWriter
 from pd.engine.kv_pool import KVPool
 from pd.engine.model_runner import ForwardItem, ModelRunner
-from pd.engine.step_graphs import capture_steps
+from pd.engine.step_graphs import MIXED_SIZES, capture_drafting, capture_steps
 from pd.kernels.paging import page_count
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from pd.core.config import NodeConfig
     from pd.core.node_info import KVLayout
+    from pd.engine.step_graphs import CapturedSteps
     from pd.kernels.attention import AttentionBackend
     from pd.models.causal_lm import CausalLM
     from pd.models.eagle import EagleHead
@@ -35,6 +37,17 @@ class Footprint(NamedTuple):
 
     step: int = 0
     lasting: int = 0
+
+
+class MemoryBeside(NamedTuple):
+    """Bytes to leave on a device for what a node makes there after its KV cache: ``page`` for each
+    page of the cache, and ``lasting`` of graphs and work space."""
+
+    page: int = 0
+    lasting: int = 0
+
+
+NOTHING_BESIDE = MemoryBeside()
 
 
 def footprint(
@@ -77,27 +90,61 @@ def footprint(
     step += runner.attention.scratch_bytes
     torch.cuda.empty_cache()
     if graph_sizes:
-        lasting += _graph_bytes(runner, config, graph_sizes, max_context)
+        capture = partial(capture_steps, config=config, sizes=graph_sizes, max_context=max_context)
+        lasting += _graph_bytes(runner, capture)
     del runner, pool
     gc.collect()  # attention backends refer to themselves
     torch.cuda.empty_cache()
     return Footprint(step, lasting)
 
 
-def _graph_bytes(
-    runner: ModelRunner, config: NodeConfig, sizes: Sequence[int], max_context: int
+def lasting_of_drafting(
+    model: CausalLM,
+    layout: KVLayout,
+    attention: type[AttentionBackend],
+    config: NodeConfig,
+    graph_sizes: Sequence[int],
+    max_context: int,
 ) -> int:
-    """Capture the smallest and the largest graphs of decode steps and drop them; returns the bytes
-    that they took."""
+    """Measure what graphs and work space of a draft model will take as long as the node lives, in
+    bytes; 0 on a CPU. Its largest pass is taken to need no more than the node's largest step,
+    beside which it does not run.
+
+    Args:
+        graph_sizes, max_context: as of :func:`footprint`.
+    """
+    device = model.embedding.device
+    if device.type != "cuda":
+        return 0
+    tokens = min(MIXED_SIZES[-1], max_context)
+    pages = np.arange(page_count(tokens, layout.page_size), dtype=np.int32)
+    pool = KVPool(layout, len(pages), device)
+    before = torch.cuda.memory_allocated(device)
+    runner = ModelRunner.build(model, pool, attention, prompts=False)
+    lasting = torch.cuda.memory_allocated(device) - before
+    # NOTE: this loads kernels, which stay and would count as memory of the graphs.
+    runner.forward([ForwardItem(np.zeros(tokens, np.int32), 0, pages)])
+    torch.cuda.synchronize(device)
+    if graph_sizes:
+        capture = partial(
+            capture_drafting, config=config, sizes=graph_sizes, max_context=max_context
+        )
+        lasting += _graph_bytes(runner, capture)
+    del runner, pool
+    gc.collect()  # attention backends refer to themselves
+    torch.cuda.empty_cache()
+    return lasting
+
+
+def _graph_bytes(runner: ModelRunner, capture: Callable[..., CapturedSteps | None]) -> int:
+    """Capture the smallest and the largest graphs of each kind and drop them; returns the bytes
+    that they took. ``capture`` takes the other arguments of :func:`capture_steps`."""
     device = runner.pool.device
     # NOTE: a capture frees what is garbage, which must not count as taken before.
     gc.collect()
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info(device)[0]
-    recorder = GraphRecorder(device)
-    captured = capture_steps(
-        runner, recorder, config, sizes, max_context, only_extremes=True, progress=False
-    )
+    captured = capture(runner, GraphRecorder(device), only_extremes=True, progress=False)
     taken = max(0, free - torch.cuda.mem_get_info(device)[0])
     del captured
     return taken

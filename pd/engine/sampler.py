@@ -267,13 +267,26 @@ class Sampler:
                 queued before is done.
             masks: what rules allow.
         """
+        tokens, finite = self.choose(logits, prepared, masks)
+        return Samples(tokens, finite, self._logprobs(logits, tokens, prepared))
+
+    @torch.inference_mode()
+    def choose(
+        self, logits: torch.Tensor, prepared: PreparedDraws, masks: TokenMasks | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Do as :meth:`launch`, for tokens that the host does not need.
+
+        Returns:
+            Tokens, int64 ``[n]``, and whether all logits of their rows were finite, bool ``[n]``;
+            on the device.
+        """
         draws, rows = prepared.draws, int(prepared.counts.sum())
         assert logits.shape == (rows, self._vocab_size)
         if not draws:
             nothing = torch.empty(0, dtype=torch.int64, device=self.device)
-            return Samples(nothing, nothing.bool(), None)
+            return nothing, nothing.bool()
         params = [draw.state.params for draw in draws]
-        tokens, finite = sample_rows(
+        return sample_rows(
             self._adjust(logits, prepared, masks),
             prepared.temperatures,
             prepared.noise_at,
@@ -283,7 +296,6 @@ class Sampler:
             any_random=not all(p.greedy for p in params),
             any_filter=any(p.top_k or p.top_p < 1 or p.min_p > 0 for p in params),
         )
-        return Samples(tokens, finite, self._logprobs(logits, tokens, prepared))
 
     @torch.inference_mode()
     def prompt_logprobs(

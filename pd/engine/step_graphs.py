@@ -1,5 +1,5 @@
-"""The steps of a node as CUDA graphs, by kind: one token of each sequence, drafts, and prompts
-beside sequences that continue."""
+"""The steps of a node and the passes of its draft model as CUDA graphs, by kind: one token of each
+sequence, a few tokens of each, and prompts beside sequences that continue."""
 
 from __future__ import annotations
 
@@ -182,12 +182,12 @@ class MixedGraphs(StepGraphs):
 
 
 class CapturedSteps(NamedTuple):
-    """The graphs of a node's steps; None where it has no such steps, or its attention backend no
+    """The graphs of a model's steps; None where it has no such steps, or its attention backend no
     graphs of them.
 
     Attributes:
         decode: one token of each sequence.
-        verify: drafts.
+        verify: a few tokens of each sequence, such as drafts.
         mixed: prompts beside sequences that continue.
     """
 
@@ -219,42 +219,121 @@ def capture_steps(
     rows = config.max_running_requests
     of_each = config.speculative_num_draft_tokens + 1
     drafts = config.speculative_algorithm != "none"
-    # With drafts: of each sequence the last token, the samples, and drafts of this step and of the
-    # one before, for those that were not in the last one.
-    most = rows * (1 + 3 * of_each) if drafts else rows
+    drafted = verify_sizes(min(MAX_VERIFIED, max(sizes) * of_each)) if drafts else ()
+    ladder = [size for size in MIXED_SIZES if size <= config.chunked_prefill_size]
+    ladders = _Ladders(sorted(sizes), drafted, ladder if config.computes_prompts else ())
+    return _capture(
+        runner,
+        recorder,
+        ladders.extremes if only_extremes else ladders,
+        max_running=rows,
+        max_decode_tokens=rows,
+        # With drafts: of each sequence the last token, the samples, and drafts of this step and of
+        # the one before, for those that were not in the last one.
+        max_tokens=rows * (1 + 3 * of_each) if drafts else rows,
+        max_context=max_context,
+        progress="CUDA graphs" if progress else "",
+    )
 
-    def chosen(ladder: Sequence[int]) -> Sequence[int]:
-        return [ladder[0], ladder[-1]] if only_extremes else ladder
 
-    what = "CUDA graphs" if progress else ""
+def capture_drafting(
+    runner: ModelRunner,
+    recorder: GraphRecorder,
+    config: NodeConfig,
+    sizes: Sequence[int],
+    max_context: int,
+    *,
+    only_extremes: bool = False,
+    progress: bool = True,
+) -> CapturedSteps | None:
+    """Capture the passes of a draft model: those of one drafted token of each sequence, and those
+    before, of the tokens that it lacks. These are one or two of each sequence, and more where a
+    prompt comes or where nothing was drafted for a while.
+
+    Args:
+        runner: of the draft model.
+        sizes, max_context, only_extremes, progress: as of :func:`capture_steps`.
+
+    Returns:
+        None if the attention backend has no graphs.
+    """
+    if runner.attention.decode_graph(1, 2) is None:
+        return None
+    rows = config.max_running_requests
+    lacking = verify_sizes(min(MAX_VERIFIED, 2 * max(sizes)))
+    ladders = _Ladders(sorted(sizes), lacking, MIXED_SIZES)
+    most = rows * config.speculative_num_draft_tokens
+    return _capture(
+        runner,
+        recorder,
+        ladders.extremes if only_extremes else ladders,
+        max_running=rows,
+        max_decode_tokens=most,
+        max_tokens=most,
+        max_context=max_context,
+        progress="CUDA graphs of the draft model" if progress else "",
+    )
+
+
+class _Ladders(NamedTuple):
+    """Tokens of the graphs to capture, by kind as in :class:`CapturedSteps`, growing; empty for
+    none of the kind."""
+
+    decode: Sequence[int]
+    verify: Sequence[int]
+    mixed: Sequence[int]
+
+    @property
+    def extremes(self) -> _Ladders:
+        """The smallest and the largest of each kind."""
+        return _Ladders(*([ladder[0], ladder[-1]] if ladder else () for ladder in self))
+
+
+def _capture(
+    runner: ModelRunner,
+    recorder: GraphRecorder,
+    ladders: _Ladders,
+    *,
+    max_running: int,
+    max_decode_tokens: int,
+    max_tokens: int,
+    max_context: int,
+    progress: str,
+) -> CapturedSteps:
+    """Capture graphs of each kind for which the attention backend has them; it must have those of
+    decode steps.
+
+    Args:
+        max_running: sequences of a step, at most.
+        max_decode_tokens, max_tokens: ``max_tokens`` of :class:`StepGraphs` for decode steps, and
+            for the others.
+    """
     decode = DecodeGraphs(
         runner,
         recorder,
-        chosen(sorted(sizes)),
-        max_tokens=rows,
+        ladders.decode,
+        max_tokens=max_decode_tokens,
         max_context=max_context,
-        progress=what,
+        progress=progress,
     )
     verify = mixed = None
-    if drafts and runner.attention.verify_graph(2, 2):
-        drafted = verify_sizes(min(MAX_VERIFIED, max(sizes) * of_each))
+    if ladders.verify and runner.attention.verify_graph(2, 2):
         verify = VerifyGraphs(
             runner,
             recorder,
-            chosen(drafted),
-            max_tokens=most,
+            ladders.verify,
+            max_tokens=max_tokens,
             max_context=max_context,
-            progress=what and f"{what} of steps with drafts",
+            progress=progress and f"{progress}, a few tokens of each sequence",
         )
-    ladder = [size for size in MIXED_SIZES if size <= config.chunked_prefill_size]
-    if config.computes_prompts and ladder and runner.attention.mixed_graph(2, 1, 1, 2):
+    if ladders.mixed and runner.attention.mixed_graph(2, 1, 1, 2):
         mixed = MixedGraphs(
             runner,
             recorder,
-            chosen(ladder),
-            max_running=rows,
-            max_tokens=most,
+            ladders.mixed,
+            max_running=max_running,
+            max_tokens=max_tokens,
             max_context=max_context,
-            progress=what and f"{what} of mixed steps",
+            progress=progress and f"{progress}, mixed steps",
         )
     return CapturedSteps(decode, verify, mixed)

@@ -88,7 +88,6 @@ class _Drafting:
         request: index of its request among those of the step.
         first: where its tokens lie among those of the step's drafts: one after another.
         choice: sampling state that draws its tokens.
-        count: tokens drawn so far.
     """
 
     request: int
@@ -96,13 +95,12 @@ class _Drafting:
     memory: _Memory
     choice: SamplingState
     first: int = 0
-    count: int = 0
 
-    def next_item(self) -> ForwardItem:
-        """Make the item that computes the last token, after which the next one is drawn."""
-        last = np.array([-1 - (self.first + self.count - 1)], np.int32)
-        start = self.memory.num_tokens + self.count - 1
-        return ForwardItem(last, start, self.memory.pages)
+    def next_item(self, drawn: int) -> ForwardItem:
+        """Make the item that computes the last of ``drawn`` tokens, after which the next one is
+        drawn."""
+        last = np.array([-1 - (self.first + drawn - 1)], np.int32)
+        return ForwardItem(last, self.memory.num_tokens + drawn - 1, self.memory.pages)
 
 
 class ModelDrafter(Drafter):
@@ -156,22 +154,42 @@ class ModelDrafter(Drafter):
     def draft(self, requests: Sequence[DraftRequest], prompt_tokens: int) -> list[Draft | None]:
         """See :class:`pd.speculative.drafter.Drafter`."""
         missing, drafted = self._begin(requests, max(CATCH_UP_TOKENS, prompt_tokens))
-        ends = np.cumsum([each.limit for each in drafted])
-        tokens = torch.zeros(int(ends[-1]) if drafted else 0, dtype=torch.int64)
-        tokens = tokens.to(self._runner.pool.device)
-        for each, end in zip(drafted, ends.tolist(), strict=True):
-            each.first = end - each.limit
-        if missing:
-            self._draw(self._compute(missing), drafted, tokens)
-        while drafting := [each for each in drafted if each.count < each.limit]:
-            items = [each.next_item() for each in drafting]
-            logits = self._runner.forward(items, previous_tokens=tokens)
-            self._draw(logits, drafting, tokens)
-        batch, drafts = DraftedTokens(tokens), list[Draft | None]([None] * len(requests))
+        drafts = list[Draft | None]([None] * len(requests))
+        if not missing:
+            return drafts
+        logits = self._compute(missing)
+        if not drafted:
+            return drafts
+        batch = DraftedTokens(self._draw_chains(logits, drafted))
         for each in drafted:
             draft = Draft(batch, each.first, chain(each.limit))
             each.memory.guessed = drafts[each.request] = draft
         return drafts
+
+    def _draw_chains(self, logits: torch.Tensor, drafted: Sequence[_Drafting]) -> torch.Tensor:
+        """Draw the first token of each draft by its row of ``logits``, and compute and draw the
+        others one by one. No pass waits for the tokens of the one before to reach the host.
+
+        Returns:
+            int64 on the device, those of one draft after those of another.
+        """
+        ends = np.cumsum([each.limit for each in drafted]).tolist()
+        for each, end in zip(drafted, ends, strict=True):
+            each.first = end - each.limit
+        device = self._runner.pool.device
+        tokens = torch.zeros(ends[-1], dtype=torch.int64, device=device)
+        depths = range(max(each.limit for each in drafted))
+        passes = [[each for each in drafted if each.limit > depth] for depth in depths]
+        places = [each.first + depth for depth in depths for each in passes[depth]]
+        places_there = to_device(places, torch.int64, device).split(list(map(len, passes)))
+        for depth, drafting, to in zip(depths, passes, places_there, strict=True):
+            if depth:
+                items = [each.next_item(depth) for each in drafting]
+                logits = self._runner.forward(items, previous_tokens=tokens)
+            draws = [Draw(each.choice, drawn=depth, first=each.first) for each in drafting]
+            drawn, _ = self._sampler.choose(logits, self._sampler.prepare(draws, drafts=tokens))
+            tokens.index_copy_(0, to, drawn)
+        return tokens
 
     def _begin(
         self, requests: Sequence[DraftRequest], budget: int
@@ -206,18 +224,6 @@ class ModelDrafter(Drafter):
         for memory, item in missing:
             memory.num_tokens = item.start + len(item.token_ids)
         return logits
-
-    def _draw(self, logits: torch.Tensor, drafting: list[_Drafting], tokens: torch.Tensor) -> None:
-        """Draw the next token of each draft, one for each row of ``logits``, into ``tokens``."""
-        if not drafting:
-            return
-        draws = [Draw(each.choice, drawn=each.count, first=each.first) for each in drafting]
-        draw = self._sampler.prepare(draws, drafts=tokens)
-        places = [each.first + each.count for each in drafting]
-        drawn = self._sampler.launch(logits, draw).tokens
-        tokens.index_copy_(0, to_device(places, torch.int64, tokens.device), drawn)
-        for each in drafting:
-            each.count += 1
 
     def _catch_up_missing(self, budget: int) -> list[_Missing]:
         """The next tokens of the prompts of expected sequences, ``budget`` in all."""

@@ -30,8 +30,8 @@ def nodes() -> Iterator[dict[str, NodeServer]]:
     """Prefill and decode nodes of one rank and of two."""
     build = Engine.build
 
-    def with_planes(config: Any, page_bytes_beside: int = 0) -> Engine:
-        return build(config, page_bytes_beside, EXTRA_PLANES)
+    def with_planes(config: Any, beside: Any) -> Engine:
+        return build(config, beside, EXTRA_PLANES)
 
     common: dict[str, Any] = {"transfer_backend": "tcp", "kv_digest": True}
     with pytest.MonkeyPatch.context() as patch:

@@ -196,9 +196,9 @@ class FailingSampler:
         self._fail("prepare")
         return prepared
 
-    def launch(self, logits: torch.Tensor, prepared: Any) -> Any:
-        self._fail("launch")
-        return self._sampler.launch(logits, prepared)
+    def choose(self, logits: torch.Tensor, prepared: Any) -> Any:
+        self._fail("choose")
+        return self._sampler.choose(logits, prepared)
 
 
 def draft_model_cluster(num_tokens: int) -> Cluster:
@@ -208,7 +208,7 @@ def draft_model_cluster(num_tokens: int) -> Cluster:
     return tiny_cluster(0, 0, 1, **settings)
 
 
-@pytest.mark.parametrize("where", ["prepare", "launch"])
+@pytest.mark.parametrize("where", ["prepare", "choose"])
 @pytest.mark.parametrize("penalty", ["frequency_penalty", "repetition_penalty"])
 def test_penalties_after_the_sampling_of_a_draft_failed(penalty: str, where: str) -> None:
     params = {"max_tokens": 60, "temperature": 0.8, "seed": 3, penalty: 1.5}
