@@ -11,7 +11,7 @@ from pathlib import Path
 from pd.embedded import EMBEDDED_MODEL
 
 _SHAPES = Path(__file__).resolve().parents[1] / "assets" / "shapes"
-SHAPES = ("llama-3.1-8b", "llama-3.1-70b", "qwen3-8b", "mixtral-8x1b")
+SHAPES = ("llama-3.1-8b", "llama-3.1-70b", "llama-3.2-1b", "qwen3-8b", "mixtral-8x1b")
 NAMES = (*SHAPES, "embedded")
 # EAGLE heads, each for the model whose name its own starts with.
 EAGLE_SHAPES = ("llama-3.1-8b-eagle3",)
