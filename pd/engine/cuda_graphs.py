@@ -9,10 +9,12 @@ intermediate results and of their logits, since only one runs at a time.
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import sys
 from abc import ABC, abstractmethod
 from bisect import bisect_left
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,7 +27,7 @@ from pd.engine.model_runner import hide_tokens, reread_rows, token_positions
 from pd.kernels.attention.base import UnreadStarts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from pd.engine.model_runner import ForwardItem, ModelRunner
     from pd.engine.step_outcome import StepOutcome
@@ -71,9 +73,24 @@ class GraphRecorder:
         graph = torch.cuda.CUDAGraph()
         # Calls of other threads, such as NCCL's watchdog, must not end a capture.
         mode = "thread_local"
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
+        with (
+            _without_garbage_collection(),
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode),
+        ):
             result = compute()
         return graph, result
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """To free a graph, say, that became garbage ends a capture of the same thread with an error."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class StepTokens(NamedTuple):

@@ -14,6 +14,7 @@ from tiny import tiny_cluster
 from pd.core.errors import PDError
 from pd.engine.device_copy import DeviceTimer
 from pd.node import step_loop
+from pd.scheduling.step import LaunchedStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -134,6 +135,8 @@ def test_tokens_of_a_step_that_is_over_are_sent_before_the_next_is_launched(
         return call
 
     monkeypatch.setattr(DeviceTimer, "measures", True)  # as on a GPU
+    if over:
+        monkeypatch.setattr(LaunchedStep, "is_over", True)
     monkeypatch.setattr(step_loop, "launch", noted("launched", step_loop.launch))
     with tiny_cluster(0, 0, 1, overlap_schedule="on") as cluster:
         node = cluster.unified[0].node

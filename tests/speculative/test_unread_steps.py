@@ -14,7 +14,7 @@ from tiny import tiny_cluster, tiny_head
 
 from pd.kernels.acceptance import Accepted, Trees, accept
 from pd.scheduling.decode import DecodeScheduler
-from pd.scheduling.step import Work
+from pd.scheduling.step import LaunchedStep, Work
 from pd.speculative import eagle as eagle_drafter
 from pd.speculative.adaptation import DraftLengths
 from pd.speculative.eagle import EagleDrafter
@@ -73,6 +73,13 @@ def ask_all(cluster: Cluster, prompts: list[list[int]], rng: random.Random) -> l
         if rng.random() < 0.3:
             time.sleep(rng.random() / 10)
     return asked
+
+
+@pytest.fixture(autouse=True)
+def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU is done with steps of a tiny model before the next one is planned, which then has
+    nothing unread."""
+    monkeypatch.setattr(LaunchedStep, "is_over", False)
 
 
 @pytest.fixture
