@@ -131,6 +131,43 @@ def _mixed() -> dict[str, str]:
     }
 
 
+def _profiled() -> dict[str, str]:
+    """Milliseconds of a step with a part of a prompt beside answers, and how many more percent a
+    token's products and everything of its step take than in a long chunk."""
+    part, chunk = (_parts(name) for name in ("mixed_profile_gpu", "mixed_profile_long_gpu"))
+    deep = _parts("mixed_profile_deep_gpu")
+    slower = (part["products"] / part["tokens"]) / (chunk["products"] / chunk["tokens"]) - 1
+    names = ("step", "products", "attention", "idle")
+    rest = part["step"] - sum(part[name] for name in names[1:])
+    return {
+        **{name: f"{part[name]:.1f}" for name in names},
+        "rest": f"{rest:.1f}",
+        "slower": f"{100 * slower:.0f}",
+        "deep": f"{100 * deep['attention'] / deep['step']:.0f}",
+        "deep_products": f"{deep['products']:.1f}",
+    }
+
+
+def _parts(name: str) -> dict[str, float]:
+    """Milliseconds of a step by what it does, from a trace of ``mixed:B:N:P``, and its tokens."""
+    report = json.loads((RESULTS / f"{name}.json").read_text())
+    settings, found = report["settings"], {"products": 0.0, "attention": 0.0}
+    for row in report["results"]:
+        kernel = row["kernel"]
+        if kernel == "paged_attention":
+            found["attention"] += row["total_ms"]
+        elif "nvjet" in kernel or kernel == "_gate_up_silu":
+            found["products"] += row["total_ms"]
+    _, answers, part, _ = settings["work"].split(":")
+    steps = settings["steps"]
+    return {
+        **{what: total / steps for what, total in found.items()},
+        "step": settings["traced_ms"] / steps,
+        "idle": settings["idle_ms"] / steps,
+        "tokens": float(answers) + float(part),
+    }
+
+
 def _idle() -> str:
     ways = [r["idle_core"] for r in rows("nixl_completion") if r["way"].startswith("notification")]
     return " to ".join(f"{100 * share:.0f} %" for share in sorted(ways))
@@ -193,6 +230,19 @@ def quotes() -> list[Quote]:
             "tokens a millisecond, and prompts alone are computed at {alone}. Deep in a prompt the "
             "loss is larger: at position 30,000 the step with {part} tokens takes {deep} "
             "ms".format(**_mixed()),
+        ),
+        Quote(
+            "docs/elastic.md",
+            "of the {step} ms of a step with 496 tokens, products with weights take {products}, "
+            "attention {attention}, all other kernels {rest}, and for {idle} the GPU waits. The "
+            "products take {slower} % longer for a token than in a chunk of eight thousand".format(
+                **_profiled()
+            ),
+        ),
+        Quote(
+            "docs/elastic.md",
+            "At position 30,000 the products take {deep_products} ms as before, and attention "
+            "{deep} % of the step".format(**_profiled()),
         ),
         Quote(
             "pd/transfer/staged/manager.py",

@@ -3,6 +3,8 @@
     pd-bench engine --model llama-3.1-8b --work decode:64 --profile trace.json
     python scripts/gpu_idle.py trace.json
 
+Other steps than those are traced with ``--profile-work``.
+
 The trace is that of torch.profiler. The GPU is idle while no kernel, copy or fill runs on it,
 between the first and the last of them. The end of a step is the end of the copy that brings its
 tokens to the host. Tracing every kernel of a CUDA graph takes time between kernels, so beside the
