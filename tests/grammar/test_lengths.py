@@ -385,6 +385,12 @@ def test_where_strings_cannot_be_told_apart_the_grammar_has_the_lengths(name: st
     assert compiled.counted is None
 
 
+@pytest.mark.parametrize("text", ["x", "xxx", "begin" + 8 * "x"])
+def test_texts_that_look_like_strings_leave_the_lengths_in_the_grammar(text: str) -> None:
+    repeated = separated([tagged("<f>", ARGUMENTS, "</f>"), tagged(text, ARGUMENTS, "")], "")
+    assert split_tag_lengths(prepare_tags(tag_of(repeated))) is None
+
+
 @pytest.mark.parametrize(
     ("kind", "text"),
     [

@@ -118,7 +118,7 @@ def random_tag(rng: random.Random) -> dict[str, Any]:
                 },
             ],
         },
-        {"type": "tags_with_separator", "tags": [tag], "separator": "x", "at_least_one": True},
+        {"type": "tags_with_separator", "tags": [tag], "separator": "x,", "at_least_one": True},
     ]
     return {"type": "structural_tag", "format": rng.choice(forms)}
 
