@@ -10,9 +10,10 @@ arrival at the node until its first token is known there, one request at a time,
 `cached:N` the same for a prompt that is cached except for its last page. `offline:RxIxO` sends R
 prompts of I tokens at once for O tokens each, from the first send to the last token at the client.
 `sampled:B` is `decode:B` at temperature 1, `filters:B` the same with top-k and top-p, `schema:B`
-the same with each output under a JSON schema, `penalties:B` is `decode:B` with penalties on one of
-its requests, and `schema-prefill:N` is `prefill:N` under the schema, which is compiled before: the
-model directory must have a tokenizer (`benchmarks/large_vocabulary.py` makes one for a shape).
+the same with each output under a JSON schema, `schema-bounded:B` under one whose strings have
+minimum and maximum lengths, `penalties:B` is `decode:B` with penalties on one of its requests, and
+`schema-prefill:N` is `prefill:N` under the schema, which is compiled before: the model directory
+must have a tokenizer (`benchmarks/large_vocabulary.py` makes one for a shape).
 `spec:B:K` is `decode:B` with K tokens drafted for each sequence and step, where a drafter is given
 (`--speculative-algorithm`). Its tokens per second are those accepted, of which
 `--simulate-acceptance` makes as many as a trained model would. `verify:B:T` is one forward pass and
@@ -96,8 +97,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         action="extend",
         metavar="WORK",
-        help="decode:B,… (or sampled, filters, penalties, schema) prefill:N,… (or schema-prefill) "
-        "cached:N,… offline:RxIxO spec:B:K verify:B:T mixed:B:N:P "
+        help="decode:B,… (or sampled, filters, penalties, schema, schema-bounded) prefill:N,… "
+        "(or schema-prefill) cached:N,… offline:RxIxO spec:B:K verify:B:T mixed:B:N:P "
         f"(default: {' '.join(DEFAULT_WORK)})",
     )
     add("work_without_flag", nargs="*", type=_refuse_stray, metavar="WORK", help=argparse.SUPPRESS)

@@ -35,6 +35,7 @@ _SAMPLED: dict[str, tuple[Kind, Sampling]] = {
     "filters": ("decode", "filters"),
     "penalties": ("decode", "penalties"),
     "schema": ("decode", "schema"),
+    "schema-bounded": ("decode", "schema-bounded"),
     "prefill": ("prefill", "greedy"),
     "schema-prefill": ("prefill", "schema"),
     "cached": ("cached", "greedy"),
@@ -293,9 +294,9 @@ class Bench:
         ``expected`` on average."""
         spare = (_WARM_STEPS + 2) * (most - 1)
         growth = self._steps * (most if expected is None else expected)
-        if work.sampling == "schema":
+        if work.sampling in ("schema", "schema-bounded"):
             # The node compiles it once.
-            self._run([Ask(self._prompt(1), sampling_params("schema", 0, 1))])
+            self._run([Ask(self._prompt(1), sampling_params(work.sampling, 0, 1))])
         steps = self._steps * most + spare
         self.start_decode(work.count, work.num_in, steps, growth, work.sampling)
         self.finish()

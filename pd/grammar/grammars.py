@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pd.core.grammar import Grammar
     from pd.engine.token_rules import TokenRules
     from pd.grammar.child import Result, Vocabulary
-    from pd.grammar.lengths import TokenCharacters
+    from pd.grammar.token_characters import TokenCharacters
     from pd.grammar.xgrammar_library import Compiled
 
     MakeRules = Callable[[Collection[int]], TokenRules]

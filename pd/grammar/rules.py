@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pd.grammar.jump_forward import Retokenizer
-    from pd.grammar.lengths import TokenCharacters
+    from pd.grammar.token_characters import CountedPlace, TokenCharacters
     from pd.grammar.xgrammar_library import Compiled
 
     IntArray = npt.NDArray[np.int32]
@@ -47,6 +47,9 @@ class GrammarRules:
         self._characters, self._retokenizer = characters, retokenizer
         self._matcher = matcher(compiled.free, self._stop_ids)
         self._counted: Any = None if compiled.counted is None else matcher(compiled.counted)
+        # Where the output was after each of its tokens, as far as that is known, if characters are
+        # counted.
+        self._places: list[CountedPlace | None] = [None]
 
     @property
     def ended(self) -> bool:
@@ -75,8 +78,14 @@ class GrammarRules:
 
     def _narrow(self, mask: IntArray) -> None:
         if self._characters is not None:
-            gates = self._compiled.gates
-            self._characters.narrow(mask, self._matcher, self._counted, self._stop_ids, gates)
+            self._places[-1] = self._characters.narrow(
+                mask,
+                self._matcher,
+                self._counted,
+                self._stop_ids,
+                self._compiled.gates,
+                self._places[-1],
+            )
 
     def advance(self, token: int) -> bool:
         """See :class:`pd.engine.token_rules.TokenRules`."""
@@ -86,6 +95,8 @@ class GrammarRules:
         if self._characters is None or self.ended:
             return True
         if self._counted.accept_string(self._characters.tokens[token]):
+            place = self._characters.after(self._places[-1], token, self._compiled.gates)
+            self._places.append(place)
             return True
         self._matcher.rollback(1)
         return False
@@ -98,6 +109,7 @@ class GrammarRules:
         self._matcher.rollback(count)
         if self._counted is not None and texts:
             self._counted.rollback(texts)
+            del self._places[-texts:]
 
     def forced(self, ids: IntArray) -> list[int]:
         """See :class:`pd.engine.token_rules.TokenRules`."""

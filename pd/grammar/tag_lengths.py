@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pd.core.json_schemas import SCHEMA_OF_TAG, schemas_of_tags
 from pd.core.patterns import character, members
-from pd.grammar.lengths import CONTROL, PROBE, has_lengths, is_clear, with_lengths, without_lengths
+from pd.grammar.lengths import (
+    CONTROL,
+    PROBE,
+    PROBES,
+    has_lengths,
+    is_clear,
+    with_lengths,
+    without_lengths,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -49,13 +57,13 @@ class SplitTag(NamedTuple):
     Attributes:
         free: without the lengths of its strings.
         counted: with them.
-        gates: bytes that a token has which begins in free text and goes on in something else: the
-            last of a text that ends it, or the first of what may come instead of it.
+        gates: texts that end free text, and the first byte of what may come instead of it. A token
+            that begins in free text and goes on in something else has the end of one.
     """
 
     free: object
     counted: object
-    gates: bytes
+    gates: tuple[bytes, ...]
 
 
 def split_tag_lengths(structural_tag: Any) -> SplitTag | None:
@@ -71,7 +79,7 @@ def split_tag_lengths(structural_tag: Any) -> SplitTag | None:
     bounded = [schema for schema in schemas if has_lengths(schema)]
     if not bounded or not all(map(is_clear, bounded)):
         return None
-    gates: set[int] = set()
+    gates: set[bytes] = set()
     try:
         _part(structural_tag["format"]).check(_END, gates)
     except (_UnclearError, TypeError, KeyError, AttributeError, ValueError, RecursionError):
@@ -80,7 +88,7 @@ def split_tag_lengths(structural_tag: Any) -> SplitTag | None:
     for form, change in ((free, without_lengths), (counted, with_lengths)):
         for _, part in schemas_of_tags(form):
             part[SCHEMA_OF_TAG] = change(part[SCHEMA_OF_TAG])
-    return SplitTag(free, counted, bytes(sorted(gates)))
+    return SplitTag(free, counted, tuple(sorted(gates)))
 
 
 class _UnclearError(Exception):
@@ -135,15 +143,18 @@ class _Part:
         """How this and what is behind it may begin together."""
         raise NotImplementedError
 
-    def check(self, behind: _Begins, gates: set[int]) -> None:
-        """Raise _UnclearError if it may be unknown where in this part an output is. Bytes that end
-        free text are added to ``gates``."""
+    def check(self, behind: _Begins, gates: set[bytes]) -> None:
+        """Raise _UnclearError if it may be unknown where in this part an output is. Texts that
+        end free text are added to ``gates``."""
 
 
 class _Text(_Part):
     def __init__(self, text: str) -> None:
         self.text = text
         _check_text(text)
+        # Texts behind each other have fewer of the character than a string is told by.
+        if PROBE * (PROBES // 2) in text or (text and not text.strip(PROBE)):
+            raise _UnclearError
 
     def begins(self, behind: _Begins) -> _Begins:
         if not self.text:
@@ -151,7 +162,7 @@ class _Text(_Part):
         texts = tuple(self.text + each for each in behind.texts) if behind.joined else (self.text,)
         return _Begins(texts, joined=True)
 
-    def check(self, behind: _Begins, gates: set[int]) -> None:
+    def check(self, behind: _Begins, gates: set[bytes]) -> None:
         if self.text.endswith(PROBE) and (behind.any or behind.others):
             raise _UnclearError  # the end of this and free text are told apart by nothing
 
@@ -176,6 +187,10 @@ class _Character(_Part):
     def begins(self, behind: _Begins) -> _Begins:
         return _Begins(others=(self.excluded,))
 
+    def check(self, behind: _Begins, gates: set[bytes]) -> None:
+        if not behind.any:
+            raise _UnclearError  # it is told from free text by nothing
+
 
 class _FreeText(_Part):
     """Any text; with an ``end``, up to that."""
@@ -188,9 +203,9 @@ class _FreeText(_Part):
     def begins(self, behind: _Begins) -> _Begins:
         return _ANY
 
-    def check(self, behind: _Begins, gates: set[int]) -> None:
+    def check(self, behind: _Begins, gates: set[bytes]) -> None:
         if self.end:
-            gates.add(self.end.encode()[-1])
+            gates.add(self.end.encode())
         elif behind != _END:
             raise _UnclearError
 
@@ -204,7 +219,7 @@ class _Sequence(_Part):
             behind = part.begins(behind)
         return behind
 
-    def check(self, behind: _Begins, gates: set[int]) -> None:
+    def check(self, behind: _Begins, gates: set[bytes]) -> None:
         for part in reversed(self.parts):
             part.check(behind, gates)
             behind = part.begins(behind)
@@ -220,11 +235,11 @@ class _Choice(_Part):
             first |= each
         return first
 
-    def check(self, behind: _Begins, gates: set[int]) -> None:
+    def check(self, behind: _Begins, gates: set[bytes]) -> None:
         begins = [part.begins(behind) for part in self.parts]
         _check_apart(begins)
         if any(each.others for each in begins):  # which looks like free text
-            gates |= {text.encode()[0] for each in begins for text in each.texts}
+            gates |= {text.encode()[:1] for each in begins for text in each.texts}
         for part in self.parts:
             part.check(behind, gates)
 
@@ -238,7 +253,7 @@ class _Repeated(_Part):
     def begins(self, behind: _Begins) -> _Begins:
         return self.part.begins(_ANY) | behind
 
-    def check(self, behind: _Begins, gates: set[int]) -> None:
+    def check(self, behind: _Begins, gates: set[bytes]) -> None:
         once = self.part.begins(_ANY)
         _check_apart([once, behind])
         if once.others or behind.others:
@@ -263,11 +278,11 @@ class _Triggered(_Part):
     def begins(self, behind: _Begins) -> _Begins:
         return _ANY
 
-    def check(self, behind: _Begins, gates: set[int]) -> None:
+    def check(self, behind: _Begins, gates: set[bytes]) -> None:
         if behind != _END:
             raise _UnclearError
         for trigger, part in self.rules:
-            gates.add(trigger.encode()[-1])
+            gates.add(trigger.encode())
             part.check(_ANY, gates)
 
 

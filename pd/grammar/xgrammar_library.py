@@ -17,9 +17,10 @@ from pd.core.json_schemas import schemas_of_tags
 from pd.engine.token_rules import mask_threads
 from pd.grammar.gbnf import check_numbers
 from pd.grammar.json_schemas import WrongSchemaError, prepare, prepare_tags
-from pd.grammar.lengths import TokenCharacters, split_lengths
+from pd.grammar.lengths import split_lengths
 from pd.grammar.patterns import matched_by
 from pd.grammar.tag_lengths import split_tag_lengths
+from pd.grammar.token_characters import TokenCharacters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 # Masks of parts of grammars that a compiler remembers, since schemas have many parts in common.
 CACHE_BYTES = 64 << 20
 # A compiled grammar as it is sent: without lengths, with them, and what ends free text.
-_TEXTS = msgspec.msgpack.Decoder(tuple[str, str | None, bytes | None])
+_TEXTS = msgspec.msgpack.Decoder(tuple[str, str | None, tuple[bytes, ...] | None])
 
 
 def tokenizer_info(vocabulary: Vocabulary) -> xgrammar.TokenizerInfo:
@@ -55,7 +56,7 @@ class Compiled(NamedTuple):
 
     free: xgrammar.CompiledGrammar
     counted: xgrammar.CompiledGrammar | None = None
-    gates: bytes | None = None
+    gates: tuple[bytes, ...] | None = None
 
     @property
     def grammars(self) -> list[xgrammar.CompiledGrammar]:

@@ -15,10 +15,13 @@ from torch.profiler import ProfilerActivity, profile
 from pd import cli
 from pd.bench import engine_profile
 from pd.bench.engine_roofline import CEILINGS, Roofline
+from pd.bench.engine_sampling import sampling_params
 from pd.bench.engine_steps import LoggedStep, StepLog
 from pd.bench.engine_work import Simulated, Workload, parse_work
 from pd.bench.shapes import EAGLE_SHAPES, NAMES, SHAPES, model_directory
 from pd.core.errors import UsageError
+from pd.grammar.json_schemas import prepare
+from pd.grammar.lengths import split_lengths
 from pd.models.config import ModelConfig
 from pd.models.eagle_config import EagleConfig
 
@@ -65,12 +68,28 @@ def test_steps_with_a_part_of_a_prompt_are_measured(tmp_path) -> None:
 @pytest.mark.full
 def test_steps_with_other_sampling_are_measured(tmp_path) -> None:
     output = tmp_path / "engine.json"
-    work = ["sampled:2", "filters:2", "penalties:2", "schema:2", "schema-prefill:48"]
+    work = ["sampled:2", "filters:2", "penalties:2", "schema:2", "schema-bounded:2"]
+    work += ["schema-prefill:48"]
     size = ["--context", "40", "--steps", "12", "--repeats", "3", "--kv-cache-tokens", "4096"]
     assert cli.bench([*FLAGS, "--work", *work, *size, "--output", str(output)]) == 0
     rows = json.loads(output.read_text())["results"]
     assert [row["work"] for row in rows] == work
-    assert [row["repeats"] for row in rows] == [12, 12, 12, 12, 3]
+    assert [row["repeats"] for row in rows] == [12, 12, 12, 12, 12, 3]
+
+
+def test_steps_under_a_schema_whose_strings_have_lengths_are_measured(tmp_path) -> None:
+    output = tmp_path / "engine.json"
+    size = ["--context", "40", "--steps", "60", "--kv-cache-tokens", "4096"]
+    work = ["schema-bounded:1", "schema-bounded:3"]
+    assert cli.bench([*FLAGS, "--work", *work, *size, "--output", str(output)]) == 0
+    rows = json.loads(output.read_text())["results"]
+    assert [row["work"] for row in rows] == work
+    assert [row["repeats"] for row in rows] == [60, 60]
+
+
+def test_the_lengths_of_a_bounded_schema_are_counted_beside_its_grammar() -> None:
+    grammar = sampling_params("schema-bounded", 0, 1).grammar
+    assert grammar is not None and split_lengths(prepare(json.loads(grammar.text))) is not None
 
 
 def test_drafts_are_measured_beside_plain_steps(tmp_path) -> None:

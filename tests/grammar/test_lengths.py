@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 import random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jsonschema
 import numpy as np
@@ -18,7 +18,7 @@ import xgrammar
 from pd.embedded import EMBEDDED_MODEL
 from pd.grammar.child import Vocabulary
 from pd.grammar.json_schemas import prepare, prepare_tags
-from pd.grammar.lengths import TokenCharacters, split_lengths
+from pd.grammar.lengths import split_lengths
 from pd.grammar.rules import GrammarRules
 from pd.grammar.tag_lengths import split_tag_lengths
 from pd.grammar.xgrammar_library import (
@@ -29,6 +29,9 @@ from pd.grammar.xgrammar_library import (
     token_characters,
     tokenizer_info,
 )
+
+if TYPE_CHECKING:
+    from pd.grammar.token_characters import TokenCharacters
 
 SEED = int(os.environ.get("PD_TEST_SEED", random.randrange(1 << 31)))
 SIZE, STOP = 2048, 2
@@ -380,6 +383,12 @@ def test_masks_of_random_structural_tags_are_those_of_the_grammar_with_lengths(c
 def test_where_strings_cannot_be_told_apart_the_grammar_has_the_lengths(name: str) -> None:
     compiled = Compiler(info()).compile("json_schema", json.dumps(UNCLEAR[name]))
     assert compiled.counted is None
+
+
+@pytest.mark.parametrize("text", ["x", "xxx", "begin" + 8 * "x"])
+def test_texts_that_look_like_strings_leave_the_lengths_in_the_grammar(text: str) -> None:
+    repeated = separated([tagged("<f>", ARGUMENTS, "</f>"), tagged(text, ARGUMENTS, "")], "")
+    assert split_tag_lengths(prepare_tags(tag_of(repeated))) is None
 
 
 @pytest.mark.parametrize(
