@@ -63,11 +63,12 @@ class _Memory:
         return _Missing(self, ForwardItem(ids[start:stop], start, self.pages, num_logits))
 
     def settle(self, ids: IntArray) -> None:
-        """Count the guessed tokens that were accepted as tokens with KV."""
+        """Count the guessed tokens that were accepted as tokens with KV, but not the sequence's last
+        token: the next pass computes that for its logits."""
         # NOTE: the host does not have the tokens of a draft whose step failed.
         if self.guessed is not None and self.guessed.batch.host is not None:
             guessed = self.guessed.tokens[:-1]
-            true = ids[self.num_tokens : self.num_tokens + len(guessed)]
+            true = ids[self.num_tokens : -1][: len(guessed)]
             wrong = np.flatnonzero(true != guessed[: len(true)])
             self.num_tokens += int(wrong[0]) if len(wrong) else len(true)
         self.guessed = None

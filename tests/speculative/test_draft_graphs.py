@@ -305,6 +305,16 @@ def test_drafts_in_graphs_are_those_without(
     assert all(drafters.used[kind] for kind in ("decode", "verify", "mixed", "launched"))
 
 
+def test_a_sequence_whose_last_token_was_drafted_is_drafted_for() -> None:
+    """It has fewer tokens of the draft than are right, as where acceptance is simulated."""
+    drafters = _Drafters(4)
+    stream = _Stream.of(np.arange(5, 12, dtype=np.int32), PARAMS[0], 0)
+    for accepted in (1, 2, 3, 4):
+        (draft,) = drafters.draft([stream], [DRAFTED])
+        stream.append(draft[:accepted])
+    drafters.draft([stream], [DRAFTED])
+
+
 def test_passes_that_no_graph_fits_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """More sequences than any graph has, and then a batch for which there is one."""
     monkeypatch.setattr(step_graphs, "MIXED_SIZES", MIXED)
