@@ -63,8 +63,10 @@ class _Memory:
         return _Missing(self, ForwardItem(ids[start:stop], start, self.pages, num_logits))
 
     def settle(self, ids: IntArray) -> None:
-        """Count the guessed tokens that were accepted as tokens with KV, but not the sequence's last
-        token: the next pass computes that for its logits."""
+        """Count the guessed tokens that were accepted as tokens with KV.
+
+        The sequence's last token is not counted: the next pass computes it for its logits.
+        """
         # NOTE: the host does not have the tokens of a draft whose step failed.
         if self.guessed is not None and self.guessed.batch.host is not None:
             guessed = self.guessed.tokens[:-1]
