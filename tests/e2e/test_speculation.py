@@ -20,6 +20,7 @@ from covering import every_two
 from drafters import SEED, note_accepted_siblings, swapped_siblings
 from embedded.heldout import evaluation_set
 from embedded.text import Message, render
+from forked_ranks import fork_ranks
 from tokenizers import Tokenizer
 
 from pd.embedded import EMBEDDED_MODEL
@@ -306,6 +307,13 @@ SHARES = {
 }
 
 
+@pytest.fixture(scope="module")
+def forked_ranks() -> Iterator[None]:
+    """Workers of nodes of two ranks start quickly."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield from fork_ranks(patch)
+
+
 @functools.cache
 def plain_tokens(tokens: int) -> list[list[int] | None]:
     """What :func:`together` returns without speculation."""
@@ -374,6 +382,7 @@ def spoil_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
         ("none", "some"),
     ),
 )
+@pytest.mark.usefixtures("forked_ranks")
 def test_tokens_of_batches_are_the_same(
     monkeypatch: pytest.MonkeyPatch,
     drafter: str,
