@@ -35,10 +35,7 @@ test: $(VENV)/.installed
 
 test-all: $(VENV)/.installed
 	@sh scripts/system_packages.sh full
-	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest $(MATRICES) -m "not full and not starved"
-	$(BIN)/coverage combine --quiet
-	$(BIN)/coverage report
+	$(BIN)/python scripts/reached/reached_lines.py pytest $(MATRICES) -m "not full and not starved"
 	$(BIN)/python -m pytest $(MATRICES) -m "full and not starved and not alone"
 	PD_TEST_ELASTIC=auto $(BIN)/python -m pytest $(MATRICES) -m "not full and not starved" $(ELASTIC)
 	PD_TEST_PROXY_WORKERS=2 $(BIN)/python -m pytest $(MATRICES) -m "not full and not starved" $(PROXIES)

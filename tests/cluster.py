@@ -33,6 +33,7 @@ from pd.core.messages import (
     encode,
 )
 from pd.core.sampling_params import SamplingParams
+from pd.core.waker import Waker
 from pd.launch import NodeServer
 from pd.scheduling import calibration
 
@@ -147,6 +148,9 @@ class TokenClient:
         self._rooms: dict[bytes, Pending] = {}
         self._nodes = list(nodes)
         self._running = True
+        self._waker = Waker()
+        self._poller = zmq.Poller()
+        self._poller.register(self._waker, zmq.POLLIN)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -221,12 +225,15 @@ class TokenClient:
     def close(self) -> None:
         """Vanish without a word, as a killed proxy does."""
         self._running = False
+        self._waker.wake()
         self._thread.join()
+        self._waker.close()
         self._context.destroy(linger=0)
 
     def _post(self, node: NodeServer, message: Any) -> None:
         with self._lock:
             self._outbox.append((node, message))
+        self._waker.wake()
 
     def _socket(self, node: NodeServer) -> zmq.Socket[bytes]:
         socket = self._sockets.get(node.node.endpoint)
@@ -235,6 +242,7 @@ class TokenClient:
             socket.setsockopt(zmq.IDENTITY, self.instance.encode())
             socket.connect(node.node.endpoint)
             self._sockets[node.node.endpoint] = socket
+            self._poller.register(socket, zmq.POLLIN)
         return socket
 
     def _run(self) -> None:
@@ -249,13 +257,13 @@ class TokenClient:
                 for node in self._nodes:
                     beat = ProxyHeartbeat(to="", sender=self.instance)
                     self._socket(node).send(encode(beat))
-            received = False
-            for socket in list(self._sockets.values()):
-                while socket.poll(0):
-                    received = True
-                    self._receive(decode(socket.recv_multipart()[-1]))
-            if not received:
-                time.sleep(0.001)
+            until_heartbeat = max(0.0, next_heartbeat - time.monotonic())
+            for ready, _ in self._poller.poll(1e3 * until_heartbeat + 1):
+                if ready == self._waker.fileno():
+                    self._waker.drain()
+                    continue
+                while ready.poll(0):
+                    self._receive(decode(ready.recv_multipart()[-1]))
 
     def _receive(self, message: Any) -> None:
         if isinstance(message, TakenBack):

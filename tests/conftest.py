@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+import fields_of_routes
 import pytest
 import torch
 import two_processes
@@ -158,6 +159,14 @@ def one_list_of_certificates() -> Iterator[None]:
     processor time as a request does. No test needs more than one copy of them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_field_of_each_answer() -> Iterator[None]:
+    """See ``fields_of_routes.py``."""
+    with pytest.MonkeyPatch.context() as patch:
+        fields_of_routes.make_once(patch)
         yield
 
 

@@ -29,6 +29,11 @@ LAUNCH = ("-m", "pd.cli")
 ERROR_WITHIN = 5.0
 
 
+def python_path(root: Path) -> str:
+    """PYTHONPATH with which processes in other directories find ``pd``, before what it is here."""
+    return os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def free_port() -> int:
     """Free, and of those that the kernel gives to nobody by itself: it must still be free when a
     process that was killed starts again. (Mooncake takes ports from 15000 to 17000.) No other test

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import yaml
-from processes import wait_until
+from processes import python_path, wait_until
 from tiny import tiny_model
 
 from pd.cluster.host_processes import TOKEN_VARIABLE
@@ -70,7 +70,7 @@ class _Program:
 
     def __init__(self, log: Path, module: str, *arguments: str) -> None:
         self._log = log
-        env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        env = os.environ | {"PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "1"}
         with log.open("w") as log_file:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments],

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 from cluster_helpers import ROOT, Command
+from processes import python_path
 
 from pd.cluster.host_processes import kill_all_with
 from pd.cluster.state import ClusterState
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 def state_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where runs are recorded. Processes of the test find pd, and none of them stays."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", python_path(ROOT))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     yield tmp_path / "state"
     Command.stop_all()

@@ -191,6 +191,7 @@ class FailoverDeployment:
             **urls, tokenizer=str(model), policy="round_robin", port=0, cluster_key=key
         )
         self._proxy = ProxyThread(config).start()
+        self._client = httpx.Client(base_url=self._proxy.url, timeout=10)
 
     @property
     def places(self) -> list[Place]:
@@ -222,19 +223,18 @@ class FailoverDeployment:
         return place.server.instance_id in self._used()
 
     def _used(self) -> set[str]:
-        workers = httpx.get(f"{self.url}/workers", timeout=10).json()["workers"]
+        workers = self._client.get("/workers").json()["workers"]
         return {worker["instance_id"] for worker in workers if worker["ready"]}
 
     def wait_whole(self) -> None:
         """Wait until every node is used, nothing is anywhere, and no page is lost."""
         instances = {place.server.instance_id for place in self.places}
-        wait_until(
-            lambda: self._used() == instances, 30, lambda: httpx.get(f"{self.url}/workers").text
-        )
+        wait_until(lambda: self._used() == instances, 30, lambda: self._client.get("/workers").text)
         for place in self.places:
             wait_idle(place.server, 30)
 
     def close(self) -> None:
+        self._client.close()
         self._proxy.stop()
         for place in self.places:
             place.server.stop()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import netns
 import pytest
+from processes import python_path
 
 from pd.embedded import EMBEDDED_MODEL
 
@@ -41,7 +42,8 @@ class Shells:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        self._env = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        self._env = os.environ | {"PATH": path, "PYTHONPATH": python_path(ROOT)}
+        self._env["OMP_NUM_THREADS"] = "1"
         self._running: list[subprocess.Popen[str]] = []
 
     def serve(self, host: netns.Host, command: str) -> dict[str, str]:

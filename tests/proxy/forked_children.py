@@ -12,33 +12,18 @@ import os
 import subprocess
 import sys
 from multiprocessing import forkserver
-from multiprocessing.reduction import DupFd
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from forked_ranks import Descriptor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["preloaded_child"])
-
-
-class _Descriptor:
-    """A descriptor of this process, which is a number of its own in the process that gets it."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-
-    def __reduce__(self) -> Any:
-        return _received, (DupFd(self._number),)
-
-
-def _received(sent: Any) -> int:
-    number: int = sent.detach()
-    return number
 
 
 class ForkedChild:
@@ -53,7 +38,7 @@ class ForkedChild:
     living = ended = 0
 
     def __init__(self, command: list[str], *, pass_fds: tuple[int, ...], **_: Any) -> None:
-        descriptors = [_Descriptor(number) for number in pass_fds]
+        descriptors = [Descriptor(number) for number in pass_fds]
         rest = command[-2:]  # how many there are, and the number of this one
         arguments = (descriptors, rest, _constants())
         self._process = _CONTEXT.Process(target=_serve, args=arguments, daemon=True)

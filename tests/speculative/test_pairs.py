@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from cluster import Cluster, random_prompts, same
 from drafters import SEED, Oracle
+from forked_ranks import fork_ranks
 from tiny import VOCAB_SIZE, tiny_cluster, tiny_head, tiny_model
 
 from pd import assembly
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from cluster import Pending
 
 TOKENS = 20
@@ -172,6 +175,13 @@ RANKS = {"kind": "split", "tp_size": 2}
 PAIRS.append(PAIRS[0] | RANKS)
 
 
+@pytest.fixture(scope="module")
+def forked_ranks() -> Iterator[None]:
+    """Workers of nodes of two ranks start quickly."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield from fork_ranks(patch)
+
+
 @pytest.mark.parametrize("number", range(len(PAIRS)))
 def test_pairs(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     check(PAIRS[number], monkeypatch)
@@ -179,6 +189,7 @@ def test_pairs(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("drafter", ["draft", "eagle tree"])
+@pytest.mark.usefixtures("forked_ranks")
 def test_batches_on_two_ranks(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At both ends, with the longest drafts in every step."""
     drafts = {"speculative_adaptive": "off", "speculative_num_draft_tokens": 5}
@@ -193,6 +204,7 @@ def triples() -> list[dict[str, Any]]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("part", range(8))
+@pytest.mark.usefixtures("forked_ranks")
 def test_triples(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for row in triples()[part::8]:
         with monkeypatch.context() as patch:

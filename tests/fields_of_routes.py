@@ -1,0 +1,37 @@
+"""Fields that FastAPI derives from the types of answers, for tests that start many proxies.
+
+Each proxy makes an application, and FastAPI asks pydantic for the schema of every type of an answer
+for every route again: most of what the start of a proxy costs. The types are the same, so here one
+field of each does for all proxies of a process, and of those that are forked from it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+from unittest.mock import Mock
+
+import fastapi.routing
+
+if TYPE_CHECKING:
+    from pytest import MonkeyPatch
+
+
+def make_once(patch: MonkeyPatch | None = None) -> None:
+    """Make each field once from now on, with ``patch`` until it is undone."""
+    made = functools.cache(fastapi.routing.create_model_field)
+    if patch is None:
+        fastapi.routing.create_model_field = made
+    else:
+        patch.setattr(fastapi.routing, "create_model_field", made)
+
+
+def make_now() -> None:
+    """Make the fields of all routes of a proxy, for processes that will be forked from this one."""
+    from pd.proxy.admin_api import AdminAPI
+    from pd.proxy.app import make_app
+    from pd.proxy.compat_api import CompatAPI
+
+    make_once()
+    admin, compat = object.__new__(AdminAPI), object.__new__(CompatAPI)
+    make_app(Mock(), admin, compat, Mock(), Mock())
