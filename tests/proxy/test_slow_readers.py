@@ -85,6 +85,19 @@ class Reader:
 
 
 @pytest.fixture
+def no_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a proxy is made: further processes of it know what is patched when they start."""
+    monkeypatch.setattr("pd.proxy.job.MAX_UNREAD_TOKENS", 1 << 40)
+    monkeypatch.setattr("pd.proxy.job.MAX_UNREAD_BYTES", 1 << 40)
+
+
+@pytest.fixture
+def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client is cut off that is behind by more than a few messages."""
+    monkeypatch.setattr("pd.proxy.job.MAX_UNREAD_TOKENS", 5 * A_MESSAGE)
+
+
+@pytest.fixture
 def reader(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Reader]:
     made = Reader(cluster, *WAYS[request.param])
     yield made
@@ -97,9 +110,9 @@ def ways(*sharp: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("reader", [*sharp, *others], indirect=True)
 
 
+@pytest.mark.usefixtures("few_tokens")
 @ways("a template for every event", "SGLang's parts")
-def test_who_reads_nothing_is_cut_off(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pd.proxy.job.MAX_UNREAD_TOKENS", 5 * A_MESSAGE)
+def test_who_reads_nothing_is_cut_off(reader: Reader) -> None:
     stop = threading.Event()
 
     def flood() -> None:
@@ -117,12 +130,9 @@ def test_who_reads_nothing_is_cut_off(reader: Reader, monkeypatch: pytest.Monkey
     assert b"[DONE]" not in reader.read()
 
 
+@pytest.mark.usefixtures("no_limits")
 @ways("token ids")
-def test_who_reads_late_gets_everything_in_fewer_events(
-    reader: Reader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pd.proxy.job.MAX_UNREAD_TOKENS", 1 << 40)
-    monkeypatch.setattr("pd.proxy.job.MAX_UNREAD_BYTES", 1 << 40)
+def test_who_reads_late_gets_everything_in_fewer_events(reader: Reader) -> None:
     messages = 400
     tokens = messages * A_MESSAGE * reader.choices
     for number in range(messages):
