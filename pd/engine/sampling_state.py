@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager
 from copy import copy
 from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,7 +15,7 @@ from pd.core.sampling_params import choice_seed
 from pd.engine.token_rules import MASK_SECONDS, most_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection
 
     import numpy.typing as npt
 
@@ -151,8 +150,9 @@ class SamplingState:
             self.uncounted.append(token)
         if self.rules is not None:
             self._check_time()
-            with self._advancing(1):
-                allowed = self.rules.advance(token)
+            began = time.thread_time()
+            allowed = self.rules.advance(token)
+            self._count_advance(began, 1)
             if not allowed:
                 raise NodeFailedError(f"the grammar forbids token {token}")
             if self.rules.ended:
@@ -184,15 +184,15 @@ class SamplingState:
                 param=grammar.kind,
             )
 
-    @contextmanager
-    def _advancing(self, tokens: int) -> Iterator[None]:
-        """Count the time in which the rules try so many tokens more.
+    def _count_advance(self, began: float, tokens: int) -> None:
+        """Count the time in which the rules tried so many tokens more.
+
+        Args:
+            began: processor time of this thread.
 
         Raises:
             InvalidRequestError: it is too much in all.
         """
-        began = time.thread_time()
-        yield
         self.advance_seconds += time.thread_time() - began
         self._num_advanced += tokens
         grammar, most = self.params.grammar, most_seconds(self._num_advanced)
@@ -213,11 +213,14 @@ class SamplingState:
         Raises:
             InvalidRequestError: the rules take too long.
         """
-        if self.rules is None or self.params.logprobs or self.params.logit_bias:
+        if self.rules is None or not self.rules.jumps_forward:
+            return []
+        if self.params.logprobs or self.params.logit_bias:
             return []
         most = self.params.max_tokens - self.num_output_tokens - 1
-        with self._advancing(0):
-            forced = self.rules.forced(ids)
+        began = time.thread_time()
+        forced = self.rules.forced(ids)
+        self._count_advance(began, 0)
         return list(takewhile(lambda token: token not in self._ending, forced[:most]))
 
     def failure(self, error: str) -> PDError:

@@ -45,6 +45,10 @@ class TokenRules(Protocol):
     element ``i // 32`` says whether token ``i`` may come next."""
 
     @property
+    def jumps_forward(self) -> bool:
+        """Whether :meth:`forced` may find tokens."""
+
+    @property
     def ended(self) -> bool:
         """Whether the output is complete and nothing may follow."""
 
@@ -67,7 +71,7 @@ class TokenRules(Protocol):
 
     def forced(self, ids: IntArray) -> list[int]:
         """Tokens with which the output goes on in any case, as the tokenizer would write them;
-        empty without jump-forward.
+        empty unless :attr:`jumps_forward`.
 
         Args:
             ids: the prompt and the output so far, int32.

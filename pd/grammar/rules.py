@@ -52,6 +52,11 @@ class GrammarRules:
         self._places: list[CountedPlace | None] = [None]
 
     @property
+    def jumps_forward(self) -> bool:
+        """See :class:`pd.engine.token_rules.TokenRules`."""
+        return self._retokenizer is not None
+
+    @property
     def ended(self) -> bool:
         """See :class:`pd.engine.token_rules.TokenRules`."""
         return bool(self._matcher.is_terminated())
@@ -74,7 +79,8 @@ class GrammarRules:
         together = batch_matcher()
         together.batch_fill_next_token_bitmask(matchers, torch.from_numpy(masks), list(rows))
         for each, row in zip(rules, rows, strict=True):
-            each._narrow(masks[row])
+            if each._characters is not None:
+                each._narrow(masks[row])
 
     def _narrow(self, mask: IntArray) -> None:
         if self._characters is not None:

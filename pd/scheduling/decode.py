@@ -478,9 +478,9 @@ class DecodeScheduler:
 
     def _jump_forward(self, sequence: Sequence) -> list[SampledToken]:
         """Append the tokens that a grammar forces; they were not computed yet."""
-        if sequence.choice.rules is None:
-            return []
         tokens = sequence.choice.forced(sequence.ids)
+        if not tokens:
+            return []
         for token in tokens:
             sequence.append(token)
             sequence.choice.observe(token)

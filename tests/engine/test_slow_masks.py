@@ -27,7 +27,7 @@ class SlowRules:
         alone: how often of these by itself.
     """
 
-    ended = False
+    ended = jumps_forward = False
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.filled, self.alone = seconds, 0, 0

