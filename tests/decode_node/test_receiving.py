@@ -344,7 +344,7 @@ def test_a_proxys_abort_reaches_p_until_the_commit(
 class _Only9:
     """Rules that allow token 9 alone."""
 
-    ended = False
+    ended = jumps_forward = False
 
     def fresh(self) -> _Only9:
         return self
