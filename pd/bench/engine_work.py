@@ -353,8 +353,8 @@ class Bench:
 
         Raises SetupError if the pool has too few pages.
         """
-        # Of each sequence the tokens that are computed already, those that a step computes, and how
-        # many of these have logits.
+        # A part has the tokens of a sequence that are computed already, the number of those that a
+        # step computes, and how many of these have logits.
         if work.kind == "verify":
             parts = [(work.num_in, work.num_out, work.num_out)] * work.count
         else:

@@ -172,7 +172,6 @@ class Sampler:
         self.device = torch.device(device)
         self._staging = PinnedStaging(self.device)
         self._penalties = Penalties(vocab_size, self.device)
-        self._masks: IntArray = np.empty((0, 0), np.int32)
 
     def sample(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
         """Draw a token for each row of ``logits``, and return them."""
@@ -236,8 +235,9 @@ class Sampler:
         ruled = [(draw, rows) for draw, rows in _rows_of(prepared) if draw.state.rules is not None]
         if not ruled:
             return None
-        rows = np.array([row for _, of_draw in ruled for row in of_draw], np.int64)
-        masks = self._masks_of(len(rows))
+        words = -(-self._vocab_size // BITS)
+        rows = np.concatenate([np.arange(rows.start, rows.stop) for _, rows in ruled])
+        masks = np.full((len(rows), words), -1, np.int32)
         stops = np.cumsum([len(of_draw) for _, of_draw in ruled]).tolist()
         parts = [
             (draw, range(stop - len(of_draw), stop))
@@ -246,23 +246,14 @@ class Sampler:
         plain = [(draw, part.start) for draw, part in parts if _is_plain(draw)]
         _fill_plain(plain, masks, drafts)
         for draw, part in parts:
+            own = masks[part.start : part.stop]
             if not _is_plain(draw):
-                _fill_alone(draw, masks[part.start : part.stop], drafts)
-            if not draw.state.must_continue():  # nor later
-                continue
+                _fill_alone(draw, own, drafts)
             depths = [0] if draw.tree is None else [0, *draw.tree.depths.tolist()]
-            for row, depth in zip(part, depths, strict=True):
+            for mask, depth in zip(own, depths, strict=True):
                 if draw.state.must_continue(depth):
-                    _forbid(masks[row], draw.state.stop_ids)
+                    _forbid(mask, draw.state.stop_ids)
         return TokenMasks(*self._staging.upload([rows, masks]))
-
-    def _masks_of(self, rows: int) -> IntArray:
-        """Masks with all bits set, in memory that is used again for each step."""
-        if len(self._masks) < rows:
-            self._masks = np.empty((rows, -(-self._vocab_size // BITS)), np.int32)
-        masks = self._masks[:rows]
-        masks.fill(-1)
-        return masks
 
     @torch.inference_mode()
     def launch(

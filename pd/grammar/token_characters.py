@@ -111,13 +111,6 @@ class TokenCharacters:
         self._reach = (1 << (2 * self._most).bit_length()) - 1
         self._at_most: dict[int, IntArray] = {}
         self._at_least: dict[int, IntArray] = {}
-        # Tokens that are nothing but what is often tried.
-        tried_texts = {each.encode(): each for each in (PROBE, CONTROL, _QUOTE)}
-        self._alone = {
-            tried_texts[text]: token
-            for token, text in enumerate(tokens)
-            if text in tried_texts and token not in control
-        }
 
     def after(
         self, place: CountedPlace | None, token: int, gates: Gates | None
@@ -163,7 +156,7 @@ class TokenCharacters:
             Where the output is; None if neither in a string nor in free text.
         """
         if place is None or not place.decides(self._most):
-            place = self._find(free, counted, gates, mask)
+            place = self._find(free, counted, gates)
         if place is None:
             numbers = self._tried.numbers_in_mask(mask)
             if len(numbers) and _continues(self.tokens[self._tried.tokens[numbers[0]]]):
@@ -185,20 +178,11 @@ class TokenCharacters:
             _clear(mask, [token for token in refused if token not in passed])
         return place
 
-    def _find(
-        self, free: Any, counted: Any, gates: Gates | None, mask: IntArray | None = None
-    ) -> CountedPlace | None:
-        """Where an output is, by trying texts, or by the mask of the first grammar if given."""
-
-        def takes(text: str) -> bool:
-            token = self._alone.get(text)
-            if mask is None or token is None:
-                return _takes(free, text)
-            return bool(mask[token // 32] >> (token % 32) & 1)
-
-        if not takes(PROBE):
+    def _find(self, free: Any, counted: Any, gates: Gates | None) -> CountedPlace | None:
+        """Where an output is, by trying texts."""
+        if not _takes(free, PROBE):
             return None
-        if gates is not None and takes(CONTROL):
+        if gates is not None and _takes(free, CONTROL):
             lengths = (self._reach, self._most)
             left = next((each for each in lengths if _takes(free, PROBE * each)), None)
             return None if left is None else CountedPlace(True, left)
@@ -207,7 +191,7 @@ class TokenCharacters:
         is_exact = left < self._reach and _takes(free, PROBE * (left + 1))
         if left < self._most and not is_exact:
             return None
-        if _takes(counted, _QUOTE) or not takes(_QUOTE):
+        if _takes(counted, _QUOTE) or not _takes(free, _QUOTE):
             return CountedPlace(False, left, is_exact)
         needed = 1 + _count_probes(counted, self._reach, lambda: not _takes(counted, _QUOTE))
         return CountedPlace(False, left, is_exact, needed, needed <= self._reach)

@@ -271,8 +271,8 @@ class _Drafters:
 def test_drafts_in_graphs_are_those_without(
     monkeypatch: pytest.MonkeyPatch, page_size: int, seed: int
 ) -> None:
-    """Of batches that change with every step, one stream and more than the largest graph has; of
-    streams that lack one token, two, or those of several steps without drafts; greedy and drawn."""
+    """Batches change with every step, from one stream to more than the largest graph has; streams
+    lack one token, two, or those of several steps without drafts, and are greedy or drawn."""
     monkeypatch.setattr(step_graphs, "MIXED_SIZES", MIXED)
     print(f"seed {seed}")
     random = np.random.default_rng(seed)
