@@ -9,6 +9,8 @@ unexport PYTHONDONTWRITEBYTECODE
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 # Of make test-all, whose tests wait for other processes much of the time.
 MATRICES := -n 4 --dist loadfile --no-loadscope-reorder
+# Files with tests of a mark: collecting all of them takes longer than some of these tests.
+files_with = $(shell grep -rlF --include='*.py' 'pytest.mark.$(1)' tests)
 # What make test-all runs with elastic nodes, too: parity, reuse, load, faults and failover.
 ELASTIC = $(addprefix tests/e2e/test_,parity.py serving.py load.py faults.py failover.py)
 # What make test-all runs with two processes of every proxy, too, less what is marked one_process.
@@ -39,8 +41,8 @@ test-all: $(VENV)/.installed
 	$(BIN)/python -m pytest $(MATRICES) -m "full and not starved and not alone"
 	PD_TEST_ELASTIC=auto $(BIN)/python -m pytest $(MATRICES) -m "not full and not starved" $(ELASTIC)
 	PD_TEST_PROXY_WORKERS=2 $(BIN)/python -m pytest $(MATRICES) -m "not full and not starved" $(PROXIES)
-	PD_TEST_AIPERF="$$(sh scripts/aiperf.sh .aiperf $(PYTHON))" $(BIN)/python -m pytest -m alone
-	$(BIN)/python -m pytest -m starved
+	PD_TEST_AIPERF="$$(sh scripts/aiperf.sh .aiperf $(PYTHON))" $(BIN)/python -m pytest -m alone $(call files_with,alone)
+	$(BIN)/python -m pytest -m starved $(call files_with,starved)
 
 check: $(VENV)/.installed
 	$(BIN)/ruff format --check .

@@ -3,12 +3,17 @@
     python benchmarks/speculation_split.py [--devices cuda:0 cuda:1] --output FILE [-- FLAGS]
 
 Proxy, prefill node and decode node are real processes, on the two devices named. Questions of the
-held-out sets are asked over HTTP, greedy, each answered to its end, `streams` at a time; each
-deployment is asked once before it counts. Drafters are those of `benchmarks/acceptance.py`, with
-the draft lengths that nodes choose. `tokens_per_s` is of a stream: the median over answers of the
-tokens after the first by the time that they took. `first_ms` and `second_ms` are medians and 95th
-percentiles of the time from the request to the first token, and from there to the second.
-`speedup` is by none at the same number of streams. Flags after `--` go to both nodes.
+held-out sets are asked over HTTP, greedy, each answered to its end, `streams` at a time. All
+deployments run beside each other. In each of `--rounds` rounds each is asked all questions, one
+deployment after the other, and every round begins with another one; a round before them does not
+count. Drafters are those of `benchmarks/acceptance.py`, with the draft lengths that nodes choose.
+
+`tokens_per_s` is of a stream: the median over answers of the tokens after the first by the time
+that they took; `all_tokens_per_s` is of all answers together, some of which drafts help much.
+`first_ms` and `second_ms` are medians and 95th percentiles of the time from the request to the
+first token, and from there to the second. `speedup` and `all_speedup` are by none at the same
+number of streams in the same round. Figures are medians over rounds; `speedup_least` and
+`speedup_most` are of single rounds. Flags after `--` go to both nodes.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httpx
 
@@ -45,25 +50,31 @@ def main() -> int:
     parser.add_argument("--devices", nargs=2, default=["cuda:0", "cuda:1"], metavar="DEVICE")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--examples", type=int, default=24, help="of each set")
+    parser.add_argument("--rounds", type=int, default=5, help="that count")
     parser.add_argument("--drafters", nargs="+", default=[*DRAFTERS], choices=[*DRAFTERS])
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("flags", nargs="*")
     args = parser.parse_args()
-    rows: list[dict[str, Any]] = []
+    found: dict[tuple[str, int], list[Round]] = {}
     names = ["none", *args.drafters]
     # All start at once, since starting takes longer than asking; they are asked in turn.
     with ExitStack() as running, ThreadPoolExecutor(len(names)) as starting:
         started = [deployment(name, "on", args.devices, args.flags) for name in names]
         urls = [url for url, _ in starting.map(running.enter_context, started)]
-        for name, url in zip(names, urls, strict=True):
-            asked = [each for of in SETS for each in questions_of(of, args.examples)]
-            prompts = [tokenized(url, messages) for messages in asked]
-            server = Server(url, None)
-            asyncio.run(ask_all(server, prompts, max(args.streams)))
+        asked = [each for of in SETS for each in questions_of(of, args.examples)]
+        prompts = [tokenized(urls[0], messages) for messages in asked]
+        servers = [(name, Server(url, None)) for name, url in zip(names, urls, strict=True)]
+        for number in range(args.rounds + 1):
+            first = number % len(servers)
             for streams in args.streams:
-                answers = asyncio.run(ask_all(server, prompts, streams))
-                rows.append(row(name, streams, answers, rows))
-                print(json.dumps(rows[-1]), flush=True)
+                for name, server in servers[first:] + servers[:first]:
+                    answers = asyncio.run(ask_all(server, prompts, streams))
+                    if number:
+                        found.setdefault((name, streams), []).append(Round.of(answers))
+            print(f"round {number} of {args.rounds}", flush=True)
+    rows = [row(name, streams, found) for name in names for streams in args.streams]
+    for each in rows:
+        print(json.dumps(each), flush=True)
     command = shlex.join(["python", "benchmarks/speculation_split.py", *sys.argv[1:]])
     measured = ["pd", "benchmarks/speculation_split.py", "benchmarks/acceptance.py"]
     write_report(args.output, command, rows, measured=measured)
@@ -94,29 +105,50 @@ async def ask_all(
     return answers
 
 
-def row(
-    name: str, streams: int, answers: Sequence[BenchCompletion], before: Sequence[dict[str, Any]]
-) -> dict[str, Any]:
-    first = [(answer.times[0] - answer.sent) * 1e3 for answer in answers]
-    several = [answer for answer in answers if len(answer.times) > 1]
-    second = [(answer.times[1] - answer.times[0]) * 1e3 for answer in several]
-    speeds = [
-        (answer.num_tokens - answer.counts[0]) / (answer.times[-1] - answer.times[0])
-        for answer in several
-    ]
-    speed = statistics.median(speeds)
-    (none,) = [r["tokens_per_s"] for r in before if r["streams"] == streams][:1] or [speed]
+class Round(NamedTuple):
+    """What the answers of a round were like, times in milliseconds."""
+
+    tokens: int
+    tokens_per_s: float
+    all_tokens_per_s: float
+    first_ms: float
+    first_p95_ms: float
+    second_ms: float
+    second_p95_ms: float
+
+    @classmethod
+    def of(cls, answers: Sequence[BenchCompletion]) -> Round:
+        first = [(answer.times[0] - answer.sent) * 1e3 for answer in answers]
+        several = [answer for answer in answers if len(answer.times) > 1]
+        second = [(answer.times[1] - answer.times[0]) * 1e3 for answer in several]
+        later = [answer.num_tokens - answer.counts[0] for answer in several]
+        seconds = [answer.times[-1] - answer.times[0] for answer in several]
+        return cls(
+            sum(answer.num_tokens for answer in answers),
+            statistics.median(n / taken for n, taken in zip(later, seconds, strict=True)),
+            sum(later) / sum(seconds),
+            statistics.median(first),
+            statistics.quantiles(first, n=20)[-1],
+            statistics.median(second),
+            statistics.quantiles(second, n=20)[-1],
+        )
+
+
+def row(name: str, streams: int, found: dict[tuple[str, int], list[Round]]) -> dict[str, Any]:
+    rounds, plain = found[name, streams], found["none", streams]
+    pairs = list(zip(rounds, plain, strict=True))
+    speedups = [each.tokens_per_s / none.tokens_per_s for each, none in pairs]
+    of_all = [each.all_tokens_per_s / none.all_tokens_per_s for each, none in pairs]
+    medians = Round(*(statistics.median(values) for values in zip(*rounds, strict=True)))
     return {
         "drafter": name,
         "streams": streams,
-        "answers": len(answers),
-        "tokens": sum(answer.num_tokens for answer in answers),
-        "tokens_per_s": speed,
-        "speedup": speed / none,
-        "first_ms": statistics.median(first),
-        "first_p95_ms": statistics.quantiles(first, n=20)[-1],
-        "second_ms": statistics.median(second),
-        "second_p95_ms": statistics.quantiles(second, n=20)[-1],
+        "rounds": len(rounds),
+        **medians._asdict(),
+        "speedup": statistics.median(speedups),
+        "speedup_least": min(speedups),
+        "speedup_most": max(speedups),
+        "all_speedup": statistics.median(of_all),
     }
 
 

@@ -1,4 +1,4 @@
-"""Fail when two classes of pd have the same public name: one of the two is named too vaguely."""
+"""Fail when two classes of pd have the same name: one of the two is named too vaguely."""
 
 from __future__ import annotations
 
@@ -6,25 +6,14 @@ import ast
 import sys
 from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-
-def classes_of(node: ast.Module | ast.ClassDef) -> Iterator[ast.ClassDef]:
-    """Yield the public classes of a module, those inside other classes included."""
-    for child in node.body:
-        if isinstance(child, ast.ClassDef) and not child.name.startswith("_"):
-            yield child
-            yield from classes_of(child)
 
 
 def main() -> int:
     places: defaultdict[str, list[str]] = defaultdict(list)
     for path in sorted(Path("pd").rglob("*.py")):
-        for found in classes_of(ast.parse(path.read_text())):
-            places[found.name].append(f"{path}:{found.lineno}")
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(f"{path}:{node.lineno}")
     errors = [
         f"class {name}: {', '.join(where)}" for name, where in sorted(places.items()) if where[1:]
     ]

@@ -1,4 +1,4 @@
-"""Fail when a room imports from a room it must not know (imports run downwards only), or when
+"""Fail when a package imports from a package it must not know (imports run downwards only), or when
 modules import one another in a circle, be it inside of functions."""
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ ALLOWED: dict[str, set[str]] = {
     "cluster": {"core"},
     "batch": {"core"},
 }
-# Programs, which may import everything and which no room may import.
+# Programs, which may import everything and which no package may import.
 PROGRAMS = {"commands", "bench"}
 # The half of the harness that makes load runs on hosts which have little of pd installed.
 LOAD = Path("pd/bench/load")
 LOAD_ALLOWED = ("pd.core", "pd.bench.load", "pd.bench.report")
-# A request names, for types only, the classes of other rooms that it carries.
-TYPES_OF_OTHER_ROOMS = {Path("pd/core/request.py")}
+# A request names, for types only, the classes of other packages that it carries.
+TYPES_OF_OTHER_PACKAGES = {Path("pd/core/request.py")}
 # The proxy and what it is made of, its client for batches, and what starts deployments, must start
 # without torch.
 NO_TORCH = {"core", "radix", "proxy", "bootstrap", "cluster", "batch"}
@@ -74,26 +74,26 @@ def imports_of(source: str) -> list[Import]:
     return found
 
 
-def room_errors(path: Path, imports: list[Import]) -> list[str]:
-    """Imports of a module that its room must not make."""
-    room, errors = path.parts[1], []
+def package_errors(path: Path, imports: list[Import]) -> list[str]:
+    """Imports of a module that its package must not make."""
+    package, errors = path.parts[1], []
     for found in imports:
         parts = found.module.split(".")
-        if parts[0] == "torch" and room in NO_TORCH:
-            errors.append(f"{path}:{found.line}: {room} must not import torch")
+        if parts[0] == "torch" and package in NO_TORCH:
+            errors.append(f"{path}:{found.line}: {package} must not import torch")
         if parts[0] == "pd" and path.is_relative_to(LOAD):
             allowed = found.module == "pd" or found.module.startswith(LOAD_ALLOWED)
             if not allowed:
                 errors.append(f"{path}:{found.line}: {LOAD} must not import {found.module}")
-        if parts[0] != "pd" or room not in ALLOWED:
+        if parts[0] != "pd" or package not in ALLOWED:
             continue
-        if found.for_types and path in TYPES_OF_OTHER_ROOMS:
+        if found.for_types and path in TYPES_OF_OTHER_PACKAGES:
             continue
-        # ``from pd import engine`` names rooms, too.
-        rooms = {parts[1]} if len(parts) > 1 else set(found.names)
+        # ``from pd import engine`` names packages, too.
+        packages = {parts[1]} if len(parts) > 1 else set(found.names)
         errors += [
-            f"{path}:{found.line}: {room} must not import pd.{other}"
-            for other in sorted(rooms - {room} - ALLOWED[room])
+            f"{path}:{found.line}: {package} must not import pd.{other}"
+            for other in sorted(packages - {package} - ALLOWED[package])
             if other in ALLOWED.keys() | PROGRAMS
         ]
     return errors
@@ -143,7 +143,7 @@ def runtime_graph(imports: dict[str, list[Import]]) -> dict[str, set[str]]:
 
 def main() -> int:
     imports = {path: imports_of(path.read_text()) for path in sorted(Path("pd").rglob("*.py"))}
-    errors = [error for path, found in imports.items() for error in room_errors(path, found)]
+    errors = [error for path, found in imports.items() for error in package_errors(path, found)]
     graph = runtime_graph({module_name(path): found for path, found in imports.items()})
     errors += [f"import circle: {', '.join(circle)}" for circle in circles(graph)]
     print("\n".join(errors) or "imports run downwards")

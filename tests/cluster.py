@@ -96,7 +96,8 @@ class Pending:
     produced: Sequence[int] = ()
     taken_back: bool | None = None
     ends_after: Collection[int] = ()
-    late: int = 0  # outputs and errors after the node has given the request back
+    # Nodes that sent outputs and errors after the first had given the request back.
+    late: list[str] = field(default_factory=list)
 
     def result(self, timeout: float = 120.0) -> list[list[int]]:
         """Token ids of every choice, with those that were produced before; raises what the nodes
@@ -275,7 +276,7 @@ class TokenClient:
             for room in [message.room] if isinstance(message, Failed) else message.rooms:
                 pending = self._rooms.get(room)
                 if pending is not None and pending.taken_back:
-                    pending.late += 1
+                    pending.late.append(message.sender)
                 elif pending is not None and not pending.done.is_set():
                     error = message.error
                     pending.error = error_from_kind(error.kind, error.message, error.param)
@@ -284,7 +285,7 @@ class TokenClient:
             for output in message.outputs:
                 pending = self._rooms.get(output.room)
                 if pending is not None and pending.taken_back:
-                    pending.late += 1
+                    pending.late.append(message.sender)
                 elif pending is not None and not pending.done.is_set():
                     self._take(pending, output)
 

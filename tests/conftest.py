@@ -16,6 +16,7 @@ import pytest
 import torch
 import two_processes
 from cpu_costs import CpuCosts
+from forked_ranks import fork_ranks
 from processes import Process
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ SHARED_BY_FIXTURE = ("tests/e2e/test_failover.py",)
 BEGIN_FIRST = (
     "tests/proxy/test_proxy_soak.py",
     "tests/e2e/test_churn.py",
+    "tests/e2e/test_speculation.py",
     "tests/e2e/test_failover.py",
     "tests/e2e/test_failover_processes.py",
     "tests/e2e/test_hosts.py",
@@ -55,6 +57,7 @@ BEGIN_FIRST = (
     "tests/speculative/test_pairs.py",
     "tests/grammar/test_random_schemas.py",
     "tests/grammar/test_tool_calls.py",
+    "tests/grammar/test_token_characters.py",
     "tests/e2e/test_recall.py",
     "tests/e2e/test_load.py",
     "tests/e2e/test_damage_rate.py",
@@ -177,6 +180,13 @@ def settings_of_libraries_stay_here() -> Iterator[None]:
     yield
     for name in os.environ.keys() - before.keys() - {"PYTEST_CURRENT_TEST"}:
         del os.environ[name]
+
+
+@pytest.fixture(scope="module")
+def forked_ranks() -> Iterator[None]:
+    """Workers of nodes of two ranks start quickly."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield from fork_ranks(patch)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import random
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     Cell = tuple[Any, ...]
 
@@ -16,13 +16,19 @@ _LOOKED_AT = 60
 
 
 def every_two(
-    cells: Sequence[Cell], seed: int, cost: Callable[[Cell], float] = lambda cell: 1.0
+    cells: Sequence[Cell],
+    seed: int,
+    cost: Callable[[Cell], float] = lambda cell: 1.0,
+    *,
+    apart: Collection[tuple[int, int]] = (),
 ) -> list[Cell]:
     """Some of ``cells`` in which every two values that any of them has together occur together,
-    the same for the same seed; few that cost much."""
+    the same for the same seed; few that cost much. Values of two columns, in ascending order, that
+    are ``apart`` need not."""
 
     def pairs(cell: Cell) -> set[tuple[int, Any, int, Any]]:
-        return {(i, a, j, b) for (i, a), (j, b) in itertools.combinations(enumerate(cell), 2)}
+        both = itertools.combinations(enumerate(cell), 2)
+        return {(i, a, j, b) for (i, a), (j, b) in both if (i, j) not in apart}
 
     rng, missing = random.Random(seed), set().union(*map(pairs, cells))
     found = []

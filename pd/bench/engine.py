@@ -38,6 +38,7 @@ from pd.bench.report import Row, add_output, check_output, write_report
 from pd.bench.shapes import NAMES, SHAPES, model_directory
 from pd.core.config import NodeConfig
 from pd.core.errors import PDError, UsageError
+from pd.core.garbage import freeze_objects
 
 if TYPE_CHECKING:
     from pd.bench.engine_roofline import Roofline
@@ -149,12 +150,16 @@ def run(args: argparse.Namespace) -> int:
         if args.profile is not None:
             from pd.bench.engine_profile import profile_steps
 
-            shown = profile_steps(bench, profiled, args.profile)
+            shown = profile_steps(bench, profiled, args.profile, _command(args))
             print(f"{args.profile}: {shown}; summarize it with scripts/gpu_idle.py", flush=True)
         return int(failed > 0)
     finally:
         bench.close()
         server.stop()
+
+
+def _command(args: argparse.Namespace) -> str:
+    return shlex.join(["pd-bench", *args.command_line])
 
 
 def config_from(args: argparse.Namespace) -> NodeConfig:
@@ -207,6 +212,7 @@ def _start(args: argparse.Namespace, config: NodeConfig) -> tuple[NodeServer, Be
     server = NodeServer(config)
     try:
         server.start()
+        freeze_objects()
         bench = Bench(
             server,
             steps=args.steps,
@@ -335,7 +341,7 @@ def _write(args: argparse.Namespace, rows: list[Row], server: NodeServer) -> Non
     }
     write_report(
         args.output,
-        shlex.join(["pd-bench", *args.command_line]),
+        _command(args),
         rows,
         measured=["pd"],
         settings=settings,

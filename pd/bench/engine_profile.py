@@ -34,40 +34,42 @@ def prime() -> None:
         torch.cuda.synchronize()
 
 
-def profile_steps(bench: Bench, work: Workload, path: Path) -> str:
+def profile_steps(bench: Bench, work: Workload, path: Path, command: str) -> str:
     """Write a Chrome trace of about 20 steps; returns what it holds.
 
-    Its metadata ``pd_steps`` has the work, the steps traced, and the median step with and without
-    tracing in milliseconds (tracing every kernel of a CUDA graph costs time between them).
+    Its metadata ``pd_steps`` has the command, the work, the steps traced, and the median step with
+    and without tracing in milliseconds (tracing every kernel of a CUDA graph costs time between
+    them).
 
     Args:
         work: ``decode``, ``spec``, ``verify`` or ``mixed``.
+        command: makes the trace again.
 
     Raises SetupError if the steps cannot be reached, and UsageError if the node drafts less.
     """
     bench.start_afresh()
     tracer = profile(activities=[ProfilerActivity.CUDA])
     if work.kind in ("verify", "mixed"):
-        facts = _trace_steps(bench, work, tracer)
+        facts = _trace_steps(bench, work, tracer, command)
     else:
         with bench.drafting(work):
-            facts = _trace_node(bench, work, tracer)
+            facts = _trace_node(bench, work, tracer, command)
             bench.finish()
     tracer.export_chrome_trace(str(path))
     return f"{facts['steps']} steps of {work}"
 
 
-def _trace_steps(bench: Bench, work: Workload, tracer: profile) -> dict[str, Any]:
+def _trace_steps(bench: Bench, work: Workload, tracer: profile, command: str) -> dict[str, Any]:
     """Trace steps that are launched here."""
     run = bench.run_steps(work)
     run(_PLAIN)
     plain = run(_PLAIN)
     tracer.start()
     traced = run(_TRACED)
-    return _stop(tracer, work, _TRACED, plain, traced)
+    return _stop(tracer, command, work, _TRACED, plain, traced)
 
 
-def _trace_node(bench: Bench, work: Workload, tracer: profile) -> dict[str, Any]:
+def _trace_node(bench: Bench, work: Workload, tracer: profile, command: str) -> dict[str, Any]:
     """Trace steps of the node while it serves."""
     batch = work.count
     bench.start_decode(batch, work.num_in, _PLAIN + _TRACED + _SPARE, sampling=work.sampling)
@@ -76,15 +78,17 @@ def _trace_node(bench: Bench, work: Workload, tracer: profile) -> dict[str, Any]
     before = len(bench.log.intervals(batch))
     _wait(bench, batch, before + _TRACED)
     intervals = [interval.seconds for interval in bench.log.intervals(batch)]
-    plain, traced = intervals[:_PLAIN], intervals[before : before + _TRACED]
-    return _stop(tracer, work, len(traced), statistics.median(plain), statistics.median(traced))
+    untraced, during = intervals[:_PLAIN], intervals[before : before + _TRACED]
+    plain, traced = statistics.median(untraced), statistics.median(during)
+    return _stop(tracer, command, work, len(during), plain, traced)
 
 
 def _stop(
-    tracer: profile, work: Workload, steps: int, plain: float, traced: float
+    tracer: profile, command: str, work: Workload, steps: int, plain: float, traced: float
 ) -> dict[str, Any]:
     """End a trace of steps that took so many seconds before it and in it."""
     facts = {
+        "command": command,
         "work": str(work),
         "steps": steps,
         "step_ms": plain * 1e3,

@@ -55,7 +55,7 @@ def fastapi_app() -> Any:
     from fastapi import FastAPI
     from pydantic import BaseModel
 
-    class Asked(BaseModel):
+    class FloorRequest(BaseModel):
         prompt: list[int] | str
         max_tokens: int
         temperature: float = 1.0
@@ -63,7 +63,7 @@ def fastapi_app() -> Any:
 
     app = FastAPI()
 
-    async def complete(asked: Asked) -> dict[str, Any]:
+    async def complete(asked: FloorRequest) -> dict[str, Any]:
         choice = {"index": 0, "text": " word", "finish_reason": "length"}
         usage = {"prompt_tokens": len(asked.prompt), "completion_tokens": asked.max_tokens}
         return {"id": "cmpl-0", "model": "floor", "choices": [choice], "usage": usage}
@@ -71,7 +71,7 @@ def fastapi_app() -> Any:
     async def about() -> dict[str, object]:
         return ABOUT
 
-    complete.__annotations__["asked"] = Asked
+    complete.__annotations__["asked"] = FloorRequest
     for path in ("/health", "/model_info", "/server_info", "/v1/models"):
         app.get(path)(about)
     app.post("/v1/completions")(complete)

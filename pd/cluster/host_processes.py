@@ -11,16 +11,16 @@ import contextlib
 import os
 import select
 import signal
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 # Every process of a run on one host has it in its environment, and so has whatever it starts.
 TOKEN_VARIABLE = "PD_CLUSTER_TOKEN"
+# Seconds for which a process without an environment is looked at: Linux shows none for an instant
+# after exec, and starved processes may stay there.
+_EXEC_WITHIN = 0.5
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -94,13 +94,22 @@ def kill_all_with(token: str) -> list[int]:
     """
     wanted = f"{TOKEN_VARIABLE}={token}".encode()
     killed: list[int] = []
-    # A process that starts another one while it is being killed needs a second look.
-    while found := [pid for pid in _kill_with(wanted) if pid not in killed]:
-        killed += found
-    return killed
+    deadline = time.monotonic() + _EXEC_WITHIN
+    while True:
+        found, unknown = _kill_with(wanted)
+        new = [pid for pid in found if pid not in killed]
+        killed += new
+        # A process that starts another one while it is being killed needs a second look.
+        if not new and (not unknown or time.monotonic() > deadline):
+            return killed
+        if not new:
+            time.sleep(0.005)
 
 
-def _kill_with(wanted: bytes) -> Iterator[int]:
+def _kill_with(wanted: bytes) -> tuple[list[int], bool]:
+    """Returns pids that were killed, and whether some process showed no environment."""
+    killed: list[int] = []
+    unknown = False
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
@@ -109,10 +118,15 @@ def _kill_with(wanted: bytes) -> Iterator[int]:
             continue
         try:
             # Read after opening: what the handle leads to had this environment.
-            if wanted in (entry / "environ").read_bytes().split(b"\0") and not handle.ended:
+            variables = (entry / "environ").read_bytes()
+            if not variables and not handle.ended:
+                os.readlink(entry / "exe")  # threads of the kernel have none
+                unknown = True
+            if wanted in variables.split(b"\0") and not handle.ended:
                 handle.send(signal.SIGKILL)
-                yield int(entry.name)
+                killed.append(int(entry.name))
         except OSError:
             pass  # another user's, or it has just ended
         finally:
             handle.close()
+    return killed, unknown

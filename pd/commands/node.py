@@ -17,6 +17,7 @@ from pd.commands.ready import Ready, announce
 from pd.core.config import NodeConfig
 from pd.core.errors import UsageError
 from pd.core.exit import leave_within
+from pd.core.garbage import freeze_objects
 from pd.transfer.registry import check_backend
 
 if TYPE_CHECKING:
@@ -108,10 +109,11 @@ def check_early(config: NodeConfig) -> None:
 
 
 def limit_threads(role: str, threads: int | None) -> None:
-    """Set the threads of torch. Processes that share cores slow each other down when each uses all
-    of them."""
+    """Set how the threads of a node's process share the processors and the interpreter. Processes
+    that share cores slow each other down when torch uses all of them in each."""
     import torch
 
+    sys.setswitchinterval(_SWITCH_INTERVAL)
     available = getattr(os, "sched_getaffinity", None)
     cores = len(available(0)) if available else os.cpu_count() or 1
     torch.set_num_threads(threads or (cores if role == "unified" else max(1, cores // 2)))
@@ -137,8 +139,8 @@ def run(args: argparse.Namespace) -> int:
     logger.info("loading %s from %s", config.model_name, config.model.resolve())
     try:
         limit_threads(config.role, args.cpu_threads)
-        sys.setswitchinterval(_SWITCH_INTERVAL)
         server.start()
+        freeze_objects()
         signal.signal(signal.SIGTERM, on_signal)
         signal.signal(signal.SIGINT, on_signal)
         logger.info("%s node %s listens on %s", config.role, server.instance_id, server.url)

@@ -139,10 +139,14 @@ class NodeConfig:
         if (self.speculative_algorithm in _WITH_MODEL) != has_model:
             raise UsageError(
                 "--speculative-draft-model and --speculative-algorithm draft or eagle need each "
-                "other"
+                f"other, not {self.speculative_draft_model or 'no model'} with "
+                f"{self.speculative_algorithm}"
             )
         if self.speculative_ngram_cache == "on" and self.speculative_algorithm != "ngram":
-            raise UsageError("--speculative-ngram-cache on needs --speculative-algorithm ngram")
+            raise UsageError(
+                "--speculative-ngram-cache on needs --speculative-algorithm ngram, not "
+                f"{self.speculative_algorithm}"
+            )
         if self.speculative_num_draft_tokens > MAX_DRAFT_TOKENS:
             raise UsageError(
                 f"--speculative-num-draft-tokens must be at most {MAX_DRAFT_TOKENS}, not "
@@ -153,7 +157,10 @@ class NodeConfig:
                 f"--speculative-topk must be at most {MAX_TOPK}, not {self.speculative_topk}"
             )
         if self.speculative_topk > 1 and self.speculative_algorithm != "eagle":
-            raise UsageError("--speculative-topk above 1 needs --speculative-algorithm eagle")
+            raise UsageError(
+                f"--speculative-topk {self.speculative_topk}, which is above 1, needs "
+                f"--speculative-algorithm eagle, not {self.speculative_algorithm}"
+            )
         if self.speculative_topk > 1 and self.speculative_num_draft_tokens == MAX_DRAFT_TOKENS:
             raise UsageError(
                 f"--speculative-topk {self.speculative_topk} makes trees, which have at most "

@@ -363,6 +363,8 @@ class Commit(Message):
 
     Attributes:
         num_bytes: what P wrote; D compares it with its own count where its backend has one.
+        first_tokens: token 1 of each choice, from which D goes on.
+        digest: of the KV that was sent; empty without ``--kv-digest``.
         drafter_state: what D's drafter needs of the last prompt token; empty if it needs nothing,
             or if there is nothing.
         wire_seconds, exposed_seconds: how long that took and what of it came after the prompt was

@@ -20,6 +20,8 @@ Role = Literal["prefill", "decode", "unified"]
 
 # Name in messages of the settings that --generation-config changes.
 SAMPLING_DEFAULTS = "recommended sampling (--generation-config)"
+# What messages say of a node whose drafter, if it has one, needs nothing of its peer.
+NO_HEAD = "no EAGLE head"
 
 # Limits on what a peer may publish. The longest honest value is a library's connection record in
 # base64, a few kilobytes.
@@ -260,7 +262,7 @@ def check_compatible(prefill: NodeInfo, decode: NodeInfo) -> None:
     pairs: list[tuple[str, object, object]] = [
         ("model", prefill.model_id, decode.model_id),
         ("--kv-digest", prefill.kv_digest, decode.kv_digest),
-        ("--speculative-algorithm", prefill.drafter, decode.drafter),
+        ("--speculative-algorithm", prefill.drafter or NO_HEAD, decode.drafter or NO_HEAD),
         (SAMPLING_DEFAULTS, str(prefill.sampling_defaults), str(decode.sampling_defaults)),
         ("layout", prefill.kv.layout, decode.kv.layout),
         *plane_differences(prefill.kv, decode.kv),

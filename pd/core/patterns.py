@@ -7,6 +7,8 @@ import re
 # xgrammar takes larger numbers for others: it keeps the lowest 32 bits.
 MAX_NUMBER = (1 << 31) - 1
 _REPETITION = re.compile(r"\{([0-9]*)(?:,([0-9]*))?\}")
+# A repetition behind another one; a ``?`` there only says which match is preferred.
+_TWICE = re.compile(r"(?:[*+?]|\{[0-9]+(?:,[0-9]*)?\})(?:[*+{]|\?[*+?{])")
 
 # NOTE: strangers write patterns, so none is matched twice: each choice ends where it cannot fail.
 _PART = re.compile(
@@ -32,6 +34,16 @@ def alternatives(pattern: str) -> list[list[str]]:
     return found
 
 
+def is_balanced(pattern: str) -> bool:
+    """Whether each group that begins ends, and none ends that did not begin."""
+    depth = 0
+    for part in _PART.findall(pattern):
+        depth += part.startswith("(") - (part == ")")
+        if depth < 0:
+            return False
+    return depth == 0
+
+
 def without_anchors(parts: list[str]) -> tuple[bool, list[str], bool]:
     """Whether an alternative begins with ``^``, what is between, and whether it ends with ``$``."""
     begins = parts[:1] == ["^"]
@@ -48,9 +60,19 @@ def is_too_large(digits: str) -> bool:
 
 def repetitions(pattern: str) -> list[str]:
     """The numbers in ``{2,5}`` and the like."""
-    # Classes and escapes are no repetitions, whatever they have.
-    plain = "".join(part if len(part) == 1 else " " for part in _PART.findall(pattern))
-    return [each for found in _REPETITION.findall(plain) for each in found if each]
+    return [each for found in _REPETITION.findall(_plain(pattern)) for each in found if each]
+
+
+def repeats_twice(pattern: str) -> bool:
+    """Whether a repetition follows another one, as in ``a{2}{3}``. JavaScript has no such patterns,
+    and in Python ``a++`` gives back nothing of what it has matched."""
+    return _TWICE.search(_plain(pattern)) is not None
+
+
+def _plain(pattern: str) -> str:
+    """The pattern with blanks for classes and escapes, which are no repetitions, whatever they
+    have."""
+    return "".join(part if len(part) == 1 else " " for part in _PART.findall(pattern))
 
 
 # Members of a class, one or a range of them, and their escapes.

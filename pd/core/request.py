@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    # NOTE: for types only; no other module of this room imports from another room.
+    # NOTE: for types only; no other module of pd.core imports from another package.
     from pd.core.errors import PDError
     from pd.core.messages import FirstToken, Generate, TokenLogprobs
     from pd.core.sampling_params import SamplingParams

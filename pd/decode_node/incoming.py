@@ -32,7 +32,7 @@ class IncomingRoom:
         expected_at: when the prompt is predicted to be computed; None until the peer has begun.
         commit_at: time at which ``commit`` arrived.
         digest: digest of the KV, computed from the pool; None until the KV is complete.
-        quarantine: pages that were released and may still be written by the peer; None while the
+        quarantine: pages that were given up and may still be written by the peer; None while the
             room lives.
         abort_error: cause of the room's end, as the peer is told.
         num_bytes: KV bytes of the reservation.

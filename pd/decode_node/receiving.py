@@ -223,7 +223,7 @@ class ReceivingEnd(PromptReceiver):
             )
             destination, incoming.receiver = receiver.destination, receiver
         if incoming.receiver is None:
-            self._memory.commit(sequence)
+            self._memory.own_reserved(sequence)
             return
         incoming.reservation = Reservation(
             to=request.peer,
@@ -343,7 +343,7 @@ class ReceivingEnd(PromptReceiver):
         self.incoming.remove(incoming)
         incoming.committed = True
         sequence = request.sequence
-        self._memory.commit(sequence)
+        self._memory.own_reserved(sequence)
         sequence.num_computed = len(request.prompt)
         self._memory.cache(sequence)
         eagle = self._core.engine.runner.eagle
@@ -387,7 +387,7 @@ class ReceivingEnd(PromptReceiver):
             error = TransferError(f"prefill node {request.peer} returned memory that it uses")
             self._rooms.fail(request, error)
             return
-        self._memory.commit(request.sequence)
+        self._memory.own_reserved(request.sequence)
         self._memory.release(request.sequence)
         self.incoming.remove(incoming)
         incoming.receiver = incoming.reservation = incoming.expected_at = None

@@ -43,6 +43,11 @@ class DraftTree:
         return int(self.depths.max())
 
     @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """Number of guesses at each depth, from that of the root's next token on."""
+        return tuple(np.bincount(self.depths)[1:].tolist())
+
+    @cached_property
     def paths(self) -> list[tuple[int, ...]]:
         """Guesses from the root to each guess, itself included."""
         found: list[tuple[int, ...]] = []

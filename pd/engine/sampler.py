@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from pd.core.sampling_params import SamplingParams
     from pd.engine.step_outcome import StepOutcome
 
     IntArray = npt.NDArray[np.int32]
@@ -144,11 +145,24 @@ class PreparedDraws:
     counts: Int64Array
     shortest: tuple[Int64Array, Int64Array]
     penalized: PenalizedRows | None
-    temperatures: torch.Tensor
     noise_at: torch.Tensor
+    temperatures: torch.Tensor
     top_k: torch.Tensor
     top_p: torch.Tensor
     min_p: torch.Tensor
+
+
+class _OfRows(NamedTuple):
+    """What draws with the same parameters have in every step, on the device: the temperatures,
+    ``top_k``, ``top_p`` and ``min_p`` of their rows. It must not keep their states alive."""
+
+    params: list[SamplingParams]
+    counts: Int64Array
+    tensors: list[torch.Tensor]
+
+    def fit(self, params: list[SamplingParams], counts: Int64Array) -> bool:
+        """Whether the draws of a step have these parameters and numbers of rows."""
+        return params == self.params and np.array_equal(counts, self.counts)
 
 
 class TokenMasks(NamedTuple):
@@ -172,6 +186,8 @@ class Sampler:
         self.device = torch.device(device)
         self._staging = PinnedStaging(self.device)
         self._penalties = Penalties(vocab_size, self.device)
+        # The last prepared step has made it.
+        self._of_rows: _OfRows | None = None
 
     def sample(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
         """Draw a token for each row of ``logits``, and return them."""
@@ -196,30 +212,40 @@ class Sampler:
             drafts: drafted tokens to which ``Draw.first`` refers, int64 on the device.
             outcome: of the previous step, to which ``Draw.work`` refers.
         """
-        vocab = self._vocab_size
         params = [draw.state.params for draw in draws]
         noise_at = [(draw.state.seed, draw.state.position(draw.ahead)) for draw in draws]
-        arrays: list[npt.NDArray[Any]] = [
-            np.array([0.0 if p.greedy else p.temperature for p in params], np.float32),
-            np.array(noise_at, np.int64).reshape(-1, 2),
-            np.array([min(p.top_k or vocab, vocab) for p in params], np.int64),
-            np.array([p.top_p for p in params], np.float32),
-            np.array([p.min_p for p in params], np.float32),
-        ]
+        arrays: list[npt.NDArray[Any]] = [np.array(noise_at, np.int64).reshape(-1, 2)]
         counts = np.array([draw.num_rows for draw in draws], np.int64)
+        of_rows = self._of_rows
+        if of_rows is None or not of_rows.fit(params, counts):
+            of_rows = None
+            arrays += self._arrays_of(params)
         if len(draws) and counts.max() > 1:
             arrays = [np.repeat(array, counts, axis=0) for array in arrays]
             for draw, end in zip(draws, np.cumsum(counts).tolist(), strict=True):
                 if draw.tree is not None:
-                    arrays[1][end - draw.tree.size : end, 1] += draw.tree.depths
+                    arrays[0][end - draw.tree.size : end, 1] += draw.tree.depths
         unread = outcome is not None and any(draw.unread for draw in draws)
         if unread:
             arrays.append(np.repeat([draw.work for draw in draws], counts))
         tensors = self._staging.upload(arrays)
         if outcome is not None and unread:
-            tensors[1][:, 1] += outcome.counts_of(tensors.pop())
+            tensors[0][:, 1] += outcome.counts_of(tensors.pop())
+        if of_rows is None:
+            of_rows = self._of_rows = _OfRows(params, counts, tensors[1:])
         penalized = self._penalties.prepare(draws, previous, drafts, outcome)
-        return PreparedDraws(draws, counts, _too_short(draws, counts), penalized, *tensors)
+        too_short = _too_short(draws, counts)
+        return PreparedDraws(draws, counts, too_short, penalized, tensors[0], *of_rows.tensors)
+
+    def _arrays_of(self, params: Sequence[SamplingParams]) -> list[npt.NDArray[Any]]:
+        """See ``PreparedDraws``: temperatures, ``top_k``, ``top_p`` and ``min_p``."""
+        vocab = self._vocab_size
+        return [
+            np.array([0.0 if p.greedy else p.temperature for p in params], np.float32),
+            np.array([min(p.top_k or vocab, vocab) for p in params], np.int64),
+            np.array([p.top_p for p in params], np.float32),
+            np.array([p.min_p for p in params], np.float32),
+        ]
 
     @torch.inference_mode()
     def fill_masks(self, prepared: PreparedDraws, drafts: IntArray) -> TokenMasks | None:
@@ -235,25 +261,30 @@ class Sampler:
         ruled = [(draw, rows) for draw, rows in _rows_of(prepared) if draw.state.rules is not None]
         if not ruled:
             return None
-        words = -(-self._vocab_size // BITS)
-        rows = np.concatenate([np.arange(rows.start, rows.stop) for _, rows in ruled])
-        masks = np.full((len(rows), words), -1, np.int32)
-        stops = np.cumsum([len(of_draw) for _, of_draw in ruled]).tolist()
-        parts = [
-            (draw, range(stop - len(of_draw), stop))
-            for (draw, of_draw), stop in zip(ruled, stops, strict=True)
-        ]
-        plain = [(draw, part.start) for draw, part in parts if _is_plain(draw)]
+        rows = [row for _, of_draw in ruled for row in of_draw]
+        shape = len(rows), -(-self._vocab_size // BITS)
+        places: list[npt.NDArray[Any]] = self._staging.reserve(
+            [((len(rows),), np.int64), (shape, np.int32)]
+        )
+        places[0][:] = rows
+        masks = places[1]
+        plain, others, first = list[tuple[Draw, int]](), list[tuple[Draw, int]](), 0
+        for draw, of_draw in ruled:
+            (plain if _is_plain(draw) else others).append((draw, first))
+            first += len(of_draw)
         _fill_plain(plain, masks, drafts)
-        for draw, part in parts:
-            own = masks[part.start : part.stop]
-            if not _is_plain(draw):
-                _fill_alone(draw, own, drafts)
+        for draw, first in others:
+            own = masks[first : first + draw.num_rows]
+            own.fill(-1)
+            _fill_alone(draw, own, drafts)
+        for draw, first in plain + others:
+            if not draw.state.must_continue():
+                continue
             depths = [0] if draw.tree is None else [0, *draw.tree.depths.tolist()]
-            for mask, depth in zip(own, depths, strict=True):
+            for row, depth in enumerate(depths, first):
                 if draw.state.must_continue(depth):
-                    _forbid(mask, draw.state.stop_ids)
-        return TokenMasks(*self._staging.upload([rows, masks]))
+                    _forbid(masks[row], draw.state.stop_ids)
+        return TokenMasks(*self._staging.send(places))
 
     @torch.inference_mode()
     def launch(

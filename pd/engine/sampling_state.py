@@ -149,7 +149,8 @@ class SamplingState:
         elif self.has_penalties:
             self.uncounted.append(token)
         if self.rules is not None:
-            self._check_time()
+            if self.mask_seconds > MASK_SECONDS:
+                self._refuse_masks()
             began = time.thread_time()
             allowed = self.rules.advance(token)
             self._count_advance(began, 1)
@@ -174,9 +175,9 @@ class SamplingState:
             self.uncounted[:] = ids[len(ids) - self.num_output_tokens :].tolist()
             self.is_counted = False
 
-    def _check_time(self) -> None:
+    def _refuse_masks(self) -> None:
         grammar = self.params.grammar
-        if self.mask_seconds > MASK_SECONDS and grammar is not None:
+        if grammar is not None:
             raise InvalidRequestError(
                 f"{grammar.kind}: finding the tokens that may come next took "
                 f"{self.mask_seconds:.2f} s of processor time; at most {MASK_SECONDS:g} may be "

@@ -24,15 +24,16 @@ MASK_SECONDS = 0.5
 # the whole node waits for it. Ordinary grammars take a twentieth of it for a token.
 _ADVANCE_SECONDS, _SECONDS_PER_TOKEN = 0.5, 1e-3
 # With so many, the masks of a large batch are ready long before the end of its forward pass.
-_MASK_THREADS = 8
+_MASK_THREADS = 12
 
 
 @cache
 def mask_threads() -> int:
-    """Threads that fill masks together: half of the processors of this process, eight at most."""
+    """Threads that fill masks together: three quarters of the processors of this process, twelve at
+    most."""
     available = getattr(os, "sched_getaffinity", None)
     cores = len(available(0)) if available else os.cpu_count() or 1
-    return max(1, min(_MASK_THREADS, cores // 2))
+    return max(1, min(_MASK_THREADS, 3 * cores // 4))
 
 
 def most_seconds(tokens: int) -> float:

@@ -174,7 +174,7 @@ def _compile(compiler: Compiler, job: CompileJob, tokens: Sequence[bytes]) -> Re
             if len(dumped) > job.max_bytes:
                 size, dumped = (size, b"") if is_silent else (len(dumped), dumped)
     except MemoryError:
-        limit = f"{job.memory_bytes >> 20} MiB"
+        limit = f"{job.memory_bytes >> 20} MiB (--grammar-memory)"
         return Result(error=f"it takes more than {limit} to compile", lacked_memory=True)
     except ValueError as error:
         _was_silent()

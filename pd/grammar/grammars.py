@@ -318,7 +318,7 @@ class Grammars:
                 if self._jump_forward:
                     self._retokenizer = Retokenizer(self._vocabulary.tokenizer)
         if result.compiled:
-            compiled = load_compiled(result.compiled, self._info)
+            compiled = load_compiled(result.compiled, grammar.kind, self._own)
         else:
             # A process did it within the limits, in less time than it takes to hand it over.
             compiled = self._own.compile(grammar.kind, grammar.text)

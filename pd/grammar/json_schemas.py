@@ -247,8 +247,11 @@ def _rewrite_array(said: dict[str, Any]) -> None:
     if said.pop("unevaluatedItems", True) is False:
         said.setdefault("items", False)
     said.setdefault("items", True)
-    if isinstance(said.get("prefixItems"), list) and isinstance(said.get("maxItems"), int):
-        said["prefixItems"] = said["prefixItems"][: max(0, said["maxItems"])]
+    if isinstance(said.get("prefixItems"), list):
+        # NOTE: xgrammar 0.2.8 takes no 'true' here, though it says so.
+        said["prefixItems"] = [{} if each is True else each for each in said["prefixItems"]]
+        if isinstance(said.get("maxItems"), int):
+            said["prefixItems"] = said["prefixItems"][: max(0, said["maxItems"])]
     if not said.get("prefixItems"):
         said.pop("prefixItems", None)
     if said["items"] is False and "prefixItems" not in said:

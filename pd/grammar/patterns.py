@@ -156,13 +156,16 @@ def _without_options(parts: list[str]) -> list[str]:
     written: list[str] = []
     groups: list[int] = []
     closed: int | None = None  # where the group begins that the last part ends
+    in_braces = repeated = False  # whether the last part is inside a repetition, or ends one
     for part in parts:
         if part == "?" and closed is not None:
             written[closed] += "|"
             closed = None
-        elif part == "?" and written and written[-1] in ("*", "+", "?", "}"):
-            pass  # which match is preferred matters to no grammar
+        elif part == "?" and repeated:
+            repeated = False  # which match is preferred matters to no grammar
         else:
+            repeated = part in ("*", "+", "?") or (part == "}" and in_braces)
+            in_braces = part == "{" or (in_braces and part != "}")
             closed = groups.pop() if part == ")" and groups else None
             if part.startswith("("):
                 groups.append(len(written))

@@ -136,7 +136,7 @@ def _check_apart(choices: list[_Begins]) -> None:
         raise _UnclearError
 
 
-class _Part:
+class _TagPart:
     """A part of a structural tag."""
 
     def begins(self, behind: _Begins) -> _Begins:
@@ -148,7 +148,7 @@ class _Part:
         end free text are added to ``gates``."""
 
 
-class _Text(_Part):
+class _Text(_TagPart):
     def __init__(self, text: str) -> None:
         self.text = text
         _check_text(text)
@@ -167,19 +167,19 @@ class _Text(_Part):
             raise _UnclearError  # the end of this and free text are told apart by nothing
 
 
-class _Json(_Part):
+class _Json(_TagPart):
     def begins(self, behind: _Begins) -> _Begins:
         return _Begins(_JSON_BEGINS)
 
 
-class _Blank(_Part):
+class _Blank(_TagPart):
     """Some line ends, which are no part of any string."""
 
     def begins(self, behind: _Begins) -> _Begins:
         return _Begins(("\n",)) | behind._replace(joined=False)
 
 
-class _Character(_Part):
+class _Character(_TagPart):
     def __init__(self, excluded: frozenset[str]) -> None:
         self.excluded = excluded
         _check_text("".join(excluded))
@@ -192,7 +192,7 @@ class _Character(_Part):
             raise _UnclearError  # it is told from free text by nothing
 
 
-class _FreeText(_Part):
+class _FreeText(_TagPart):
     """Any text; with an ``end``, up to that."""
 
     def __init__(self, excludes: Iterable[str], end: str) -> None:
@@ -210,8 +210,8 @@ class _FreeText(_Part):
             raise _UnclearError
 
 
-class _Sequence(_Part):
-    def __init__(self, parts: list[_Part]) -> None:
+class _Sequence(_TagPart):
+    def __init__(self, parts: list[_TagPart]) -> None:
         self.parts = parts
 
     def begins(self, behind: _Begins) -> _Begins:
@@ -225,8 +225,8 @@ class _Sequence(_Part):
             behind = part.begins(behind)
 
 
-class _Choice(_Part):
-    def __init__(self, parts: list[_Part]) -> None:
+class _Choice(_TagPart):
+    def __init__(self, parts: list[_TagPart]) -> None:
         self.parts = parts
 
     def begins(self, behind: _Begins) -> _Begins:
@@ -244,10 +244,10 @@ class _Choice(_Part):
             part.check(behind, gates)
 
 
-class _Repeated(_Part):
+class _Repeated(_TagPart):
     """Any number of times."""
 
-    def __init__(self, part: _Part) -> None:
+    def __init__(self, part: _TagPart) -> None:
         self.part = part
 
     def begins(self, behind: _Begins) -> _Begins:
@@ -261,10 +261,10 @@ class _Repeated(_Part):
         self.part.check(once | behind, gates)
 
 
-class _Triggered(_Part):
+class _Triggered(_TagPart):
     """Free text in which each trigger begins a part."""
 
-    def __init__(self, rules: list[tuple[str, _Part]], excludes: Iterable[str]) -> None:
+    def __init__(self, rules: list[tuple[str, _TagPart]], excludes: Iterable[str]) -> None:
         self.rules = rules
         triggers = [trigger for trigger, _ in rules]
         for each in (*excludes, *triggers):
@@ -292,7 +292,7 @@ def _check_text(text: object) -> None:
         raise _UnclearError
 
 
-def _part(written: dict[str, Any]) -> _Part:
+def _part(written: dict[str, Any]) -> _TagPart:
     """Read a format. Raises _UnclearError for one that is not known here, and errors of all kinds
     for what is none."""
     kind = written["type"]
@@ -324,7 +324,7 @@ def _part(written: dict[str, Any]) -> _Part:
     raise _UnclearError
 
 
-def _of_pattern(pattern: str) -> _Part:
+def _of_pattern(pattern: str) -> _TagPart:
     if pattern == r"\n{0,2}":  # behind reasoning
         return _Blank()
     if not _ONE_CHARACTER.fullmatch(pattern):
@@ -338,7 +338,7 @@ def _of_pattern(pattern: str) -> _Part:
     return _Character(frozenset(excluded))
 
 
-def _tag(written: dict[str, Any], without: str = "") -> _Part:
+def _tag(written: dict[str, Any], without: str = "") -> _TagPart:
     """A tag, whose beginning lacks a text that was read before."""
     begin, content, end = (
         _Text(written["begin"][len(without) :]),
@@ -351,21 +351,21 @@ def _tag(written: dict[str, Any], without: str = "") -> _Part:
     return _Sequence([begin, inside, _Text(end)])
 
 
-def _separated(written: dict[str, Any]) -> _Part:
+def _separated(written: dict[str, Any]) -> _TagPart:
     tags = _Choice([_tag(each) for each in written["tags"]])
-    parts: list[_Part] = [tags]
+    parts: list[_TagPart] = [tags]
     if not written.get("stop_after_first"):
         parts.append(_Repeated(_Sequence([_Text(written["separator"]), tags])))
     some = _Sequence(parts)
     return some if written.get("at_least_one") else _Choice([some, _Text("")])
 
 
-def _triggered_tags(written: dict[str, Any]) -> _Part:
-    tags, rules = written["tags"], list[tuple[str, _Part]]()
+def _triggered_tags(written: dict[str, Any]) -> _TagPart:
+    tags, rules = written["tags"], list[tuple[str, _TagPart]]()
     for trigger in written["triggers"]:
         begun = [each for each in tags if each["begin"].startswith(trigger)]
         rules.append((trigger, _Choice([_tag(each, trigger) for each in begun])))
-    text: _Part = _Triggered(rules, written.get("excludes", ()))
+    text: _TagPart = _Triggered(rules, written.get("excludes", ()))
     if not written.get("at_least_one"):
         return text
     first = _Choice([_tag(each) for each in tags])

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 # Masks of parts of grammars that a compiler remembers, since schemas have many parts in common.
 CACHE_BYTES = 64 << 20
-# A compiled grammar as it is sent: without lengths, with them, and what ends free text.
+# A compiled grammar as it is sent: JSON of that without lengths, what that with them is compiled
+# from, and what ends free text.
 _TEXTS = msgspec.msgpack.Decoder(tuple[str, str | None, tuple[bytes, ...] | None])
 
 
@@ -51,11 +52,13 @@ class Compiled(NamedTuple):
     Attributes:
         free: knows all tokens, but not the lengths of strings if ``counted`` does.
         counted: knows lengths and no tokens; see :mod:`pd.grammar.lengths`.
+        counted_text: the JSON of which ``counted`` was compiled.
         gates: of a structural tag; see :class:`pd.grammar.tag_lengths.SplitTag`.
     """
 
     free: xgrammar.CompiledGrammar
     counted: xgrammar.CompiledGrammar | None = None
+    counted_text: str | None = None
     gates: tuple[bytes, ...] | None = None
 
     @property
@@ -107,9 +110,11 @@ class Compiler:
         if split is None:
             return Compiled(self._compile(kind, json.dumps(schema)))
         free, counted = map(json.dumps, split)
-        return Compiled(
-            self._compile(kind, free), _compiled_with(self._of_no_tokens, kind, counted)
-        )
+        return Compiled(self._compile(kind, free), self.compile_counted(kind, counted), counted)
+
+    def compile_counted(self, kind: str, text: str) -> xgrammar.CompiledGrammar:
+        """Compile a grammar that knows no tokens."""
+        return _compiled_with(self._of_no_tokens, kind, text)
 
     def forget(self) -> None:
         """Compile later grammars as if they were the first."""
@@ -121,13 +126,15 @@ class Compiler:
         try:
             if split is None:
                 return Compiled(self._compile(kind, json.dumps(structural_tag)))
-            counted = _compiled_with(self._of_no_tokens, kind, json.dumps(split.counted))
-            return Compiled(self._compile(kind, json.dumps(split.free)), counted, split.gates)
+            text = json.dumps(split.counted)
+            counted = self.compile_counted(kind, text)
+            free = self._compile(kind, json.dumps(split.free))
+            return Compiled(free, counted, text, split.gates)
         except ValueError:
             for place, part in schemas_of_tags(structural_tag):
                 alone = json.dumps({"type": kind, "format": part})
                 try:
-                    _compiled_with(self._of_no_tokens, kind, alone)
+                    self.compile_counted(kind, alone)
                 except ValueError as error:
                     raise WrongSchemaError(error, place) from None
             raise
@@ -212,17 +219,22 @@ def token_characters(info: xgrammar.TokenizerInfo) -> TokenCharacters:
 
 
 def dump_compiled(compiled: Compiled) -> bytes:
-    """A compiled grammar without its vocabulary, for another process."""
-    counted = None if compiled.counted is None else compiled.counted.serialize_json()
-    return msgspec.msgpack.encode([compiled.free.serialize_json(), counted, compiled.gates])
+    """A compiled grammar without its vocabulary, for another process.
+
+    What counts lengths is compiled again there, in less time than its JSON takes, which grows with
+    the square of the number of strings.
+    """
+    free = compiled.free.serialize_json()
+    return msgspec.msgpack.encode([free, compiled.counted_text, compiled.gates])
 
 
-def load_compiled(dumped: bytes, info: xgrammar.TokenizerInfo) -> Compiled:
-    """Load the result of :func:`dump_compiled`, for use with a vocabulary."""
-    free, counted, gates = _TEXTS.decode(dumped)
-    load = xgrammar.CompiledGrammar.deserialize_json
-    beside = None if counted is None else load(counted, _no_tokens())
-    return Compiled(load(free, info), beside, gates)
+def load_compiled(dumped: bytes, kind: str, compiler: Compiler) -> Compiled:
+    """Load the result of :func:`dump_compiled`, of a grammar of this kind, for use with a
+    compiler's vocabulary."""
+    dumped_free, text, gates = _TEXTS.decode(dumped)
+    free = xgrammar.CompiledGrammar.deserialize_json(dumped_free, compiler.info)
+    counted = None if text is None else compiler.compile_counted(kind, text)
+    return Compiled(free, counted, text, gates)
 
 
 def matcher(

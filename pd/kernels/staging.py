@@ -46,19 +46,36 @@ class PinnedStaging:
         Returns:
             A view for each array, of its shape and dtype.
         """
-        size = packed_bytes(arrays)
-        buffer = self._buffers[self._turn]
-        self._turn = 1 - self._turn
-        host = buffer.take(size)
+        places = self.reserve([(array.shape, array.dtype) for array in arrays])
+        for place, array in zip(places, arrays, strict=True):
+            place[...] = array
+        return self.send(places, out)
+
+    def reserve(self, wanted: Sequence[tuple[tuple[int, ...], npt.DTypeLike]]) -> list[Array]:
+        """Return pinned memory for arrays of these shapes and dtypes, to be written by the caller
+        and then sent; nothing else is uploaded in between. What it holds is left from before."""
+        dtypes = [np.dtype(dtype) for _, dtype in wanted]
+        sizes = [
+            math.prod(shape) * d.itemsize for (shape, _), d in zip(wanted, dtypes, strict=True)
+        ]
+        host, offset, places = self._buffers[self._turn].take(sum(map(_aligned, sizes))), 0, []
+        for (shape, _), dtype, size in zip(wanted, dtypes, sizes, strict=True):
+            places.append(host[offset : offset + size].view(dtype).reshape(shape))
+            offset += _aligned(size)
+        return places
+
+    def send(self, places: Sequence[Array], out: torch.Tensor | None = None) -> list[torch.Tensor]:
+        """Copy what :meth:`reserve` returned to the device; see :meth:`upload`."""
+        size = packed_bytes(places)
         if out is None:
             out = torch.empty(size, dtype=torch.uint8, device=self._device)
+        self._buffers[self._turn].send(out, size)
+        self._turn = 1 - self._turn
         views, offset = [], 0
-        for array in arrays:
-            stop = offset + array.nbytes
-            host[offset:stop] = np.ascontiguousarray(array).view(np.uint8).ravel()
-            views.append(out[offset:stop].view(_torch_dtype(array.dtype)).view(array.shape))
+        for place in places:
+            stop = offset + place.nbytes
+            views.append(out[offset:stop].view(_torch_dtype(place.dtype)).view(place.shape))
             offset = _aligned(stop)
-        buffer.send(out, size)
         return views
 
 

@@ -136,8 +136,6 @@ class StepLoop(threading.Thread):
                 self._step()
             if self._launched is not None:
                 self._account(self._launched)
-                with self._events.event():
-                    self._rooms.outputs.flush()
         except Exception as error:
             # The node's state is wrong and nothing here can mend it.
             logger.critical("the scheduler failed", exc_info=True)
@@ -178,8 +176,6 @@ class StepLoop(threading.Thread):
                 # The device is idle. Planning and launching a step may take the host longer
                 # than the step took, and clients wait for its tokens.
                 self._account(last)
-                with events.event():
-                    self._rooms.outputs.flush()
                 last = self._launched = None
                 self._under_way = []
                 self._watch.end()
@@ -326,6 +322,9 @@ class StepLoop(threading.Thread):
             else:
                 self._scheduler.process(step.works)
             self._rooms.closing.look_after_step()
+            # NOTE: before rules are asked for masks of the next step, so that another thread sends
+            # the tokens meanwhile.
+            self._rooms.outputs.flush()
 
     def _observe(self, step: LaunchedStep) -> None:
         """Compare the time of a step with its prediction. Where the device does not tell how long

@@ -48,6 +48,11 @@ _NOT_ENFORCED = (
     "$dynamicRef",
     "$recursiveRef",
     "contentSchema",
+    # Earlier drafts of JSON Schema have these.
+    "additionalItems",
+    "divisibleBy",
+    "disallow",
+    "extends",
 )
 _FORMATS = frozenset(
     ("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")

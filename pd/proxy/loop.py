@@ -4,7 +4,6 @@ waits for it, so nothing else in the process may keep it waiting for long."""
 from __future__ import annotations
 
 import asyncio
-import gc
 import sys
 from typing import TYPE_CHECKING, TypeVar
 
@@ -33,10 +32,3 @@ def run_loop(main: Coroutine[object, object, T]) -> T:
     sys.setswitchinterval(SWITCH_SECONDS)
     with asyncio.Runner(loop_factory=new_loop) as runner:
         return runner.run(main)
-
-
-def freeze_objects() -> None:
-    """Leave what exists now out of garbage collections. Modules and classes live as long as the
-    process, and looking through them each time takes tens of milliseconds."""
-    gc.collect()
-    gc.freeze()

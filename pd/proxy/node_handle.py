@@ -13,7 +13,7 @@ from pd.core.messages import (
     PreferRole,
     ProxyHeartbeat,
 )
-from pd.core.node_info import SAMPLING_DEFAULTS, Role
+from pd.core.node_info import NO_HEAD, SAMPLING_DEFAULTS, Role
 from pd.core.sampling_params import SamplingDefaults
 from pd.core.starvation import RUN_DELAY
 from pd.proxy.breaker import Breaker
@@ -81,6 +81,11 @@ class ServerInfo(msgspec.Struct):
         """The sampling defaults in words."""
         return str(self.sampling_defaults)
 
+    @property
+    def head(self) -> str:
+        """What the node's drafter needs of its peer, in words."""
+        return self.drafter or NO_HEAD
+
     def difference(self, other: ServerInfo) -> str | None:
         """Return why a handshake of two nodes cannot succeed, as far as the proxy can tell."""
         for name, field in (
@@ -88,7 +93,7 @@ class ServerInfo(msgspec.Struct):
             ("dtype", "dtype"),
             ("weights or a shape of the model with the fingerprint", "model_id"),
             ("--kv-digest", "kv_digest"),
-            ("--speculative-algorithm", "drafter"),
+            ("--speculative-algorithm", "head"),
             (SAMPLING_DEFAULTS, "recommended"),
         ):
             ours, theirs = getattr(self, field), getattr(other, field)

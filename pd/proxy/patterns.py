@@ -10,8 +10,10 @@ from pd.core.patterns import (
     SEVERAL,
     alternatives,
     character,
+    is_balanced,
     is_too_large,
     members,
+    repeats_twice,
     repetitions,
     without_anchors,
 )
@@ -34,6 +36,11 @@ def what_is_not_enforced_of(pattern: object, *, in_json: bool = True) -> str | N
     for number in repetitions(pattern):
         if is_too_large(number):
             return f"the pattern {brief(pattern)}, which repeats something {brief(number)} times,"
+    # Inside JSON it becomes a part of another pattern, which might have the missing parenthesis.
+    if in_json and not is_balanced(pattern):
+        return f"the pattern {brief(pattern)}, which has a parenthesis too many or too few,"
+    if repeats_twice(pattern):
+        return f"the pattern {brief(pattern)}, which repeats a repetition,"
     for parts in alternatives(pattern):
         _, between, _ = without_anchors(parts)
         for part in between:

@@ -18,6 +18,7 @@ import uvicorn
 from pd.core.addresses import bind, in_url
 from pd.core.connections import ConnectionLimits, GuardedServer, raise_file_limit
 from pd.core.errors import NotFoundError, PDError, SetupError, UnavailableError
+from pd.core.garbage import freeze_objects
 from pd.core.local_requests import is_loopback
 from pd.proxy.access import Access
 from pd.proxy.actions import Performer
@@ -30,7 +31,7 @@ from pd.proxy.channel import Sockets
 from pd.proxy.compat_api import CompatAPI
 from pd.proxy.dispatcher import Dispatcher
 from pd.proxy.ledger import Ledger
-from pd.proxy.loop import freeze_objects, new_loop
+from pd.proxy.loop import new_loop
 from pd.proxy.metrics import Metrics
 from pd.proxy.policies import make_policy
 from pd.proxy.pool import NodePool

@@ -463,7 +463,7 @@ class DecodeScheduler:
         sequence.num_computed += len(taken) - 1
         if work.draft is not None:
             self._lengths.observe(sequence, work.draft.tree, accepted)
-            self._drafts.add(work.draft.size, min(len(accepted), len(taken)))
+            self._drafts.add(work.draft.tree, min(len(accepted), len(taken)))
             if sequence.carried is not None:
                 sequence.carried.stop = sequence.num_computed
             if forced:

@@ -132,7 +132,7 @@ class Memory:
             ngram_cache.add(namespace, sequence.ids[:stop], sequence.num_noted)
             sequence.num_noted = stop
 
-    def commit(self, sequence: Sequence) -> None:
+    def own_reserved(self, sequence: Sequence) -> None:
         """Make reserved pages the sequence's own, whether or not KV has arrived in them."""
         own = sequence.pages[sequence.owned]
         self.allocator.move(own, PageState.RESERVED, PageState.OWNED)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+if TYPE_CHECKING:
+    from pd.engine.draft_tree import DraftTree
 
 _BUCKETS = tuple(0.001 * 2**power for power in range(18))
 _TRANSFER_BUCKETS = tuple(0.0001 * 2**power for power in range(20))
@@ -73,18 +76,29 @@ class VerifiedDrafts:
     """Drafts that one step verified.
 
     Attributes:
-        drafts: how many; ``drafted`` is the number of their tokens.
+        drafts: how many.
+        shapes: how many have each shape.
         accepted: number of accepted tokens by their depth in the draft.
     """
 
     def __init__(self) -> None:
-        self.drafts = self.drafted = 0
+        self.drafts = 0
+        self.shapes: dict[DraftTree, int] = {}
         self.accepted: list[int] = []
 
-    def add(self, drafted: int, accepted: int) -> None:
-        """Count a draft."""
+    @property
+    def drafted(self) -> list[int]:
+        """Number of drafted tokens by their depth in the draft."""
+        found = [0] * max((shape.depth for shape in self.shapes), default=0)
+        for shape, count in self.shapes.items():
+            for depth, width in enumerate(shape.widths):
+                found[depth] += count * width
+        return found
+
+    def add(self, shape: DraftTree, accepted: int) -> None:
+        """Count a draft of which so many tokens were accepted."""
         self.drafts += 1
-        self.drafted += drafted
+        self.shapes[shape] = self.shapes.get(shape, 0) + 1
         while len(self.accepted) < accepted:
             self.accepted.append(0)
         for position in range(accepted):
@@ -94,6 +108,21 @@ class VerifiedDrafts:
 # Once so many drafts are counted in the mean acceptance length, all of them weigh half as much as
 # those that follow.
 _RECENT_DRAFTS = 10_000
+
+
+class _ByPosition:
+    """A counter with the label ``position``. Looking a label up takes longer than counting."""
+
+    def __init__(self, counter: Counter) -> None:
+        self._counter = counter
+        self._at: list[Counter] = []
+
+    def inc(self, counts: list[int]) -> None:
+        """Add a count at each position from 0 on."""
+        for position, count in enumerate(counts):
+            if position == len(self._at):
+                self._at.append(self._counter.labels(position))
+            self._at[position].inc(count)
 
 
 class SpeculationMetrics:
@@ -106,15 +135,22 @@ class SpeculationMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._drafts = Counter("pd_speculative_drafts", "Drafts verified", registry=registry)
-        self._drafted = Counter("pd_speculative_drafted", "Tokens drafted", registry=registry)
-        self._accepted = Counter(
-            "pd_speculative_accepted",
-            "Drafted tokens accepted, by their place in the draft",
-            ["position"],
-            registry=registry,
+        self._drafted = _ByPosition(
+            Counter(
+                "pd_speculative_drafted",
+                "Tokens drafted, by their place in the draft",
+                ["position"],
+                registry=registry,
+            )
         )
-        # By position; looking a label up takes longer than counting.
-        self._accepted_at: list[Counter] = []
+        self._accepted = _ByPosition(
+            Counter(
+                "pd_speculative_accepted",
+                "Drafted tokens accepted, by their place in the draft",
+                ["position"],
+                registry=registry,
+            )
+        )
         # Drafts and accepted tokens by weight, in one tuple, since another thread reads both.
         self._recent = (0.0, 0.0)
         Gauge(
@@ -142,10 +178,7 @@ class SpeculationMetrics:
         """Drafts of a step were verified."""
         self._drafts.inc(verified.drafts)
         self._drafted.inc(verified.drafted)
-        for position, count in enumerate(verified.accepted):
-            if position == len(self._accepted_at):
-                self._accepted_at.append(self._accepted.labels(position))
-            self._accepted_at[position].inc(count)
+        self._accepted.inc(verified.accepted)
         drafts, accepted = self._recent
         drafts, accepted = drafts + verified.drafts, accepted + sum(verified.accepted)
         weight = 0.5 if drafts >= _RECENT_DRAFTS else 1.0

@@ -186,7 +186,7 @@ class LaunchedStep:
         prompt_logprobs: log probabilities of works that want them.
         began: monotonic time at which drafting began, or else the launch.
         draft_seconds: how long the host drafted, before the step and behind it.
-        timer: of the device's work. With a drafter it has three parts: what is drafted for the
+        timer: of the device's work. With drafts it has three parts: what is drafted for the
             step, the step, and what is drafted behind it.
     """
 
@@ -308,6 +308,8 @@ def launch(
         begun = _begin(drafter, works, reads_states=runner.eagle is not None)
         if drafts:
             _draft(drafter, works)
+    has_drafts = any(work.draft is not None for work in works)
+    if has_drafts:
         timer.split()
     draft_seconds = time.monotonic() - began
     known = _DeviceTokens(previous, works)
@@ -347,10 +349,11 @@ def launch(
         masks = sampler.fill_masks(prepared, known.on_host(drafted))
     samples = sampler.launch(logits, prepared, masks)
     drafted = drafted or known.copies()
-    outcome = None
-    if drafter is not None:
-        behind = time.monotonic()
+    if has_drafts:
         timer.split()
+    outcome = None
+    if drafter is not None and drafter.drafts_ahead:
+        behind = time.monotonic()
         firsts = [0 if work.draft is None else known.place(work.draft) for work in works]
         made = samples.tokens, known.drafts, firsts
         unread = stops, most_unread, followed

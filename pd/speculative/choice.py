@@ -44,6 +44,7 @@ def make_drafter(
         from pd.speculative.draft_model import ModelDrafter
 
         return ModelDrafter(draft_model.runner(engine.pool.num_pages), engine.sampler)
+    assert config.speculative_algorithm == "ngram", config.speculative_algorithm
     from pd.speculative.ngram import NgramDrafter
     from pd.speculative.ngram_cache import NgramCache
 

@@ -86,7 +86,8 @@ class Drafter(ABC):
     """Guesses how sequences go on. A wrong guess costs time and never changes the output.
 
     Attributes:
-        drafts_ahead: whether :meth:`follow` drafts for the step after the one that was launched.
+        drafts_ahead: whether it drafts behind a step that was launched, for the next one, in
+            :meth:`follow`. Otherwise that is not called.
         ngram_cache: is given the tokens of all sequences that the node computes, if not None.
     """
 
@@ -123,7 +124,7 @@ class Drafter(ABC):
     def follow(self, step: StepOnDevice) -> StepOutcome | None:
         """Note what a step that was just launched leaves on the device, and set ``ahead`` of the
         sequences whose work has an ``ahead_limit``. On a GPU this is only queued. Called by the
-        thread that launches steps, for every step.
+        thread that launches steps, for every step if :attr:`drafts_ahead`.
 
         Returns:
             What came out of the step; None if only the host finds out.

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import sys
+from functools import lru_cache
 from importlib import metadata
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -49,7 +51,13 @@ class Offer(NamedTuple):
 
 
 def find_outside() -> dict[str, list[Offer]]:
-    """Offers by the backend's name; more than one where packages disagree."""
+    """Offers by the backend's name; more than one where packages disagree. Looked up once for each
+    search path of this process."""
+    return _found_on(tuple(sys.path))
+
+
+@lru_cache(maxsize=4)
+def _found_on(_: tuple[str, ...]) -> dict[str, list[Offer]]:
     found: dict[str, list[Offer]] = {}
     seen: set[str] = set()
     for distribution in metadata.distributions():

@@ -176,7 +176,7 @@ class TestLoading:
             prompt = tokenizer.encode(prompt_of(example), add_special_tokens=False).ids
             assert ours_greedy(ours, config, prompt) == reference_greedy(theirs, prompt)
 
-    @pytest.mark.parametrize("name", HEADS)
+    @pytest.mark.parametrize("name", [pytest.param(HEADS[0], marks=pytest.mark.full), *HEADS[1:]])
     def test_pd_drafts_what_the_trained_head_drafts(
         self, assets: Path, model: Qwen3, tokenizer: Tokenizer, name: str
     ) -> None:
@@ -243,11 +243,11 @@ class TestSkills:
     @pytest.mark.parametrize(
         ("name", "count", "least"),
         [
-            ("recall-2k", 8, 8),
-            ("multi-turn", 8, 7),
-            ("extraction", 12, 12),
-            ("arithmetic", 16, 16),
-            ("faq", 20, 19),
+            ("recall-2k", 4, 4),
+            ("multi-turn", 4, 3),
+            ("extraction", 8, 8),
+            ("arithmetic", 10, 10),
+            ("faq", 10, 9),
             pytest.param("recall-2k", 100, 98, marks=pytest.mark.full),
             pytest.param("multi-turn", 40, 38, marks=pytest.mark.full),
             pytest.param("extraction", 200, 194, marks=pytest.mark.full),

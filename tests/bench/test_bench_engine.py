@@ -77,6 +77,7 @@ def test_steps_with_other_sampling_are_measured(tmp_path) -> None:
     assert [row["repeats"] for row in rows] == [12, 12, 12, 12, 12, 3]
 
 
+@pytest.mark.full
 def test_steps_under_a_schema_whose_strings_have_lengths_are_measured(tmp_path) -> None:
     output = tmp_path / "engine.json"
     size = ["--context", "40", "--steps", "60", "--kv-cache-tokens", "4096"]
@@ -196,6 +197,7 @@ def test_a_profile_holds_the_steps_of_one_work(work, tmp_path, monkeypatch, caps
     assert cli.bench([*FLAGS, *flags, *size, "--profile", str(path)]) == 0
     facts = json.loads(gzip.decompress(path.read_bytes()))["pd_steps"]
     assert facts["work"] == work
+    assert f"--profile-work {work}" in facts["command"]
     assert 10 <= facts["steps"] <= 20
     assert facts["step_ms"] > 0 and facts["traced_step_ms"] > 0
     assert f"{facts['steps']} steps of {work}; summarize it" in capsys.readouterr().out

@@ -34,6 +34,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.full
 def test_every_work_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "proxy.json"
     assert bench(["proxy", *SMALL, "--output", str(output)]) == 0

@@ -72,8 +72,14 @@ def test_measures_alone_and_under_load(served, tmp_path, capsys) -> None:
     [
         (["--dataset-name", "shared-prefix", "--num-prefixes", "1", "--prefix-len", "64"], 5),
         (["--dataset-name", "multi-turn", "--turns", "2", "--turn-input-len", "8"], 5),
-        (["--dataset-name", "random", "--endpoint", "/generate"], 5),
-        (["--dataset-name", "random", "--endpoint", "/v1/chat/completions"], 5),
+        pytest.param(
+            ["--dataset-name", "random", "--endpoint", "/generate"], 5, marks=pytest.mark.full
+        ),
+        pytest.param(
+            ["--dataset-name", "random", "--endpoint", "/v1/chat/completions"],
+            5,
+            marks=pytest.mark.full,
+        ),
         (["--dataset-name", "structured", "--random-output-len", "200"], None),
     ],
     ids=["shared-prefix", "multi-turn", "generate", "chat", "structured"],

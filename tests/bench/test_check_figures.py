@@ -1,4 +1,4 @@
-"""Figures in prose are those of the result files, and a wrong or unexplained one is found."""
+"""A wrong or unexplained figure in prose is found. That there is none ``make check`` says."""
 
 from __future__ import annotations
 
@@ -10,10 +10,6 @@ import pytest
 def texts() -> dict[str, str]:
     paths = check_figures.files()
     return {str(p.relative_to(check_figures.ROOT)): check_figures.prose(p) for p in paths}
-
-
-def test_every_figure_is_that_of_its_result_file(texts: dict[str, str]) -> None:
-    assert list(check_figures.problems(texts, check_figures.quotes())) == []
 
 
 def test_a_figure_that_differs_is_found(texts: dict[str, str]) -> None:

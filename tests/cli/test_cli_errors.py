@@ -121,7 +121,18 @@ MISUSES = [
     ("prefill --model {root}/alien", "AlienForCausalLM"),
     ("prefill --model {root}/halves", "num_key_value_heads"),
     # drafters
-    ("decode --model {root}/model --speculative-algorithm eagle", "need each other"),
+    (
+        "decode --model {root}/model --speculative-algorithm eagle",
+        "draft or eagle need each other, not no model with eagle",
+    ),
+    (
+        "decode --model {root}/model --speculative-ngram-cache on",
+        "needs --speculative-algorithm ngram, not none",
+    ),
+    (
+        "decode --model {root}/model --speculative-algorithm ngram --speculative-topk 3",
+        "--speculative-topk 3, which is above 1, needs --speculative-algorithm eagle, not ngram",
+    ),
     (f"{EAGLE} {{root}}/nowhere", "nowhere"),
     (f"{EAGLE} {{root}}/empty", "config.json"),
     (f"{EAGLE} {{root}}/model", "'Qwen3ForCausalLM' is not an EAGLE head"),

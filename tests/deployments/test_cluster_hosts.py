@@ -58,7 +58,8 @@ def nothing_runs(network: dict[str, netns.Host]) -> bool:
     return not any(subprocess.run(c, capture_output=True, check=True).stdout for c in commands)
 
 
-@pytest.mark.parametrize("backend", ["tcp", pytest.param("nixl", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["tcp", "nixl"])
 def test_load_from_a_host_and_what_all_hosts_say_are_in_one_directory(
     backend: str, network: dict[str, netns.Host], tmp_path: Path
 ) -> None:

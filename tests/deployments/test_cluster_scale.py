@@ -90,6 +90,7 @@ def traffic(url: str) -> Iterator[list[Stream]]:
             over.set()
 
 
+@pytest.mark.full
 def test_nodes_come_and_go_and_streams_go_on(file: Path) -> None:
     up = Command("up", file, "--detach")
     (url,) = up.urls().values()

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from backends import IN_PROCESS, NIXL, PROCESSES, TCP, Backend, over
+from backends import IN_PROCESS, PROCESSES, TCP, Backend, over
 from cluster import Cluster
 from damage import check_damage, make_asked
 
@@ -107,7 +107,7 @@ def test_both_nodes_must_use_it(checkpoint: Callable[[str], Path]) -> None:
             request.tokens()
 
 
-@over(IN_PROCESS, sample=[TCP, NIXL])
+@over(IN_PROCESS, sample=[TCP])
 def test_aborts_at_any_moment_leave_nothing_behind_and_hurt_nobody(
     checkpoint: Callable[[str], Path], backend: Backend, seed: int
 ) -> None:

@@ -236,6 +236,7 @@ def test_the_proxy_knows_what_nodes_have_cached_under_eviction(
     assert counted.get("right") == sum(counted.values()) == 40, (counted, seed)
 
 
+@pytest.mark.full
 def test_service_goes_on_while_all_nodes_of_each_role_are_gone_in_turn(
     deployment: Deployment, seed: int
 ) -> None:

@@ -39,7 +39,7 @@ def mixed_prompts(rng: random.Random, count: int, documents: int = 12) -> list[l
 @pytest.mark.parametrize(
     ("streams", "backend"),
     [
-        pytest.param(50, TCP, id="50-tcp"),
+        pytest.param(25, TCP, id="25-tcp"),
         *(
             pytest.param(200 if b is TCP else 50, b, id=str(b), marks=pytest.mark.full)
             for b in IN_PROCESS

@@ -20,7 +20,6 @@ from covering import every_two
 from drafters import SEED, note_accepted_siblings, swapped_siblings
 from embedded.heldout import evaluation_set
 from embedded.text import Message, render
-from forked_ranks import fork_ranks
 from tokenizers import Tokenizer
 
 from pd.embedded import EMBEDDED_MODEL
@@ -305,13 +304,6 @@ SHARES = {
         "tree": (0.077, 0.077),
     },
 }
-
-
-@pytest.fixture(scope="module")
-def forked_ranks() -> Iterator[None]:
-    """Workers of nodes of two ranks start quickly."""
-    with pytest.MonkeyPatch.context() as patch:
-        yield from fork_ranks(patch)
 
 
 @functools.cache

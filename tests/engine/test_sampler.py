@@ -462,3 +462,29 @@ class TestPenaltiesOnTheDevice:
             table.apply(torch.zeros(3, 8), step)
         # Three are alive while three others are prepared.
         assert len(table._counts) <= 8
+
+
+def test_rows_of_any_step_are_drawn_by_their_own_parameters(seed: int) -> None:
+    """Whichever rows the steps before had."""
+    rng, sampler = random.Random(seed), Sampler(VOCAB, "cpu")
+    states = [
+        state(
+            seed=number,
+            temperature=rng.choice([0.0, 0.5, 2.0]),
+            top_k=rng.choice([0, 3]),
+            top_p=rng.choice([1.0, 0.6]),
+            min_p=rng.choice([0.0, 0.3]),
+        )
+        for number in range(6)
+    ]
+    rows, tree = states[:3], DraftTree(np.array([-1, 0], np.int32))
+    for _ in range(60):
+        if rng.random() < 0.4:
+            rows = rng.sample(states, rng.randint(0, len(states)))
+        draws = [Draw(each, tree=tree if rng.random() < 0.1 else None) for each in rows]
+        logits = torch.randn(sum(each.num_rows for each in draws), VOCAB)
+        found = sampler.launch(logits, sampler.prepare(draws)).result()
+        fresh = Sampler(VOCAB, "cpu")
+        assert found == fresh.launch(logits, fresh.prepare(draws)).result()
+        for each in rows:
+            each.observe(rng.randrange(VOCAB - 1))

@@ -108,7 +108,13 @@ class TestParity:
     def test_two_ranks_equal_transformers(self, checkpoint: Checkpoint, architecture: str) -> None:
         check_parity(checkpoint(architecture), 2)
 
-    @pytest.mark.parametrize("architecture", ["llama2", "qwen2", "qwen3", "qwen3_moe"])
+    @pytest.mark.parametrize(
+        "architecture",
+        [
+            "qwen3_moe",
+            *(pytest.param(a, marks=pytest.mark.full) for a in ("llama2", "qwen2", "qwen3")),
+        ],
+    )
     def test_four_ranks_equal_transformers(self, architecture: str, tmp_path: Path) -> None:
         bias = {"attention_bias": True} if architecture != "qwen2" else {}
         path = make_checkpoint(architecture, tmp_path, num_key_value_heads=4, **bias)

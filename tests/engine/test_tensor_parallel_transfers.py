@@ -34,7 +34,7 @@ DECODE = {"page_size": 8, "kv_cache_tokens": 256, "reserved_decode_tokens": 2}
         pytest.param("mooncake", marks=pytest.mark.full),
     ],
 )
-def nodes(request: pytest.FixtureRequest) -> Iterator[dict[str, NodeServer]]:
+def nodes(request: pytest.FixtureRequest, forked_ranks: None) -> Iterator[dict[str, NodeServer]]:
     """Prefill and decode nodes of one rank and of two."""
     common: dict[str, Any] = {"transfer_backend": request.param, "kv_digest": True}
 

@@ -15,6 +15,14 @@ if TYPE_CHECKING:
     from pd.grammar.grammars import Grammars
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_child() -> Iterator[None]:
+    """A process that compiles takes longer to start than most grammars to compile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pd.grammar.grammars._CHILDREN", 1)
+        yield
+
+
 @pytest.fixture(scope="session")
 def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"))

@@ -56,6 +56,34 @@ SCHEMA = {
     "$defs": {"inner": {"type": ["boolean", "null"]}},
 }
 JSON = Grammar("json_schema", json.dumps(SCHEMA))
+
+
+def _tagged(begin: str, schema: object) -> dict[str, Any]:
+    content = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}
+    return {"type": "tag", "begin": begin, "content": content, "end": "."}
+
+
+def _tag_grammar(content: dict[str, Any]) -> Grammar:
+    return Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": content}))
+
+
+# Lists of two kinds of tags, whose strings are counted beside the grammar; and free text, in which
+# each comma begins a number.
+TAGS = _tag_grammar(
+    {
+        "type": "tags_with_separator",
+        "tags": [_tagged("a", {"type": "string", "maxLength": 4}), _tagged("b", SCHEMA)],
+        "separator": ";",
+        "at_least_one": True,
+    }
+)
+TRIGGERED = _tag_grammar(
+    {
+        "type": "triggered_tags",
+        "triggers": [","],
+        "tags": [_tagged(",", {"type": "integer", "minimum": 10, "maximum": 99})],
+    }
+)
 # A token that is no text ends complete JSON; a comma and a colon end any.
 STOP_ID, STOP_TEXTS = EOS - 1, (11, 25)
 FEATURES: dict[str, dict[str, Any]] = {
@@ -86,6 +114,14 @@ FEATURES: dict[str, dict[str, Any]] = {
     "eos ignored": {"grammar": JSON, "temperature": 1.0, "seed": 6, "ignore_eos": True},
     "regex": {"grammar": Grammar("regex", "[ab]{2,9}(xy)*"), "temperature": 1.0, "seed": 7},
     "ebnf": {"grammar": Grammar("ebnf", 'root ::= "yes" | "no" root'), "temperature": 1.0},
+    "tags": {"grammar": TAGS, "temperature": 1.0, "seed": 15},
+    "triggers": {
+        "grammar": TRIGGERED,
+        "temperature": 1.0,
+        "seed": 16,
+        "max_tokens": 60,
+        "logit_bias": {STOP_TEXTS[0]: 4.0},
+    },
     "stop ids": {
         "grammar": JSON,
         "temperature": 1.0,

@@ -71,8 +71,11 @@ WRONG = [
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Iterator[Grammars]:
-    made = Grammars(VOCABULARY, LIMITS, 1 << 20)
+def grammars(one_child: None) -> Iterator[Grammars]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pd.grammar.grammars._CHILDREN", 2)
+        made = Grammars(VOCABULARY, LIMITS, 1 << 20)
+        wanted(made, SMALL)
     yield made
     made.close()
 
@@ -384,6 +387,28 @@ def test_what_took_a_process_longer_is_handed_over_and_then_learned() -> None:
         assert mask.any()
     finally:
         made.close()
+
+
+def test_many_strings_with_lengths_are_handed_over_as_they_are_written() -> None:
+    """JSON of what was compiled would take 4 GiB and half a minute."""
+    string = {"type": "string", "minLength": 5, "maxLength": 40}
+    properties = {f"field_{number}": string for number in range(60)}
+    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    grammar = Grammar("json_schema", json.dumps(schema))
+    compiler = GrammarCompiler(VOCABULARY, LIMITS._replace(cpu_seconds=5.0, max_bytes=16 << 20))
+    made = Grammars(VOCABULARY, LIMITS, 64 << 20)
+    try:
+        result = compiler.compile(grammar)
+        assert len(result.compiled) < 8 << 20
+        wanted(made, SMALL)  # so that it has the tokens
+        compiled = made._load(result, grammar, compiler.tokens)
+        rules = GrammarRules(compiled, made._characters, None, [2])
+        mask = np.zeros(2048 // 32, np.int32)
+        rules.fill_mask(mask)
+        assert mask.any()
+    finally:
+        made.close()
+        compiler.close()
 
 
 @pytest.mark.full

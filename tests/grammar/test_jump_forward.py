@@ -90,6 +90,7 @@ CELLS = [
         *("unified", "half right", {"kv_cache_tokens": 320, "reserved_decode_tokens": 1}),
         marks=pytest.mark.full,
     ),
+    pytest.param("split", "draft", {}, marks=pytest.mark.full),
     pytest.param("split", "eagle", {"tp_size": 2}, marks=pytest.mark.full),
 ]
 

@@ -196,8 +196,9 @@ def characters() -> TokenCharacters:
 
 def rules_of(schema: Any, kind: str = "json_schema") -> GrammarRules:
     """Rules of a grammar that was handed over by another process."""
-    compiled = Compiler(info()).compile(kind, json.dumps(schema))
-    compiled = load_compiled(dump_compiled(compiled), info())
+    compiler = Compiler(info())
+    compiled = compiler.compile(kind, json.dumps(schema))
+    compiled = load_compiled(dump_compiled(compiled), kind, compiler)
     return GrammarRules(compiled, characters() if compiled.counted else None, None, [STOP])
 
 

@@ -123,7 +123,7 @@ class TestProbe:
         "text",
         [
             ambiguous(20),
-            ambiguous(100),
+            pytest.param(ambiguous(100), marks=pytest.mark.full),
             f'root ::= "b: " deep | "c"\n{ambiguous(40).replace("root", "deep")}',
         ],
     )
@@ -138,7 +138,9 @@ class TestProbe:
         finally:
             made.close()
 
-    @pytest.mark.parametrize("text", SPACES)
+    @pytest.mark.parametrize(
+        "text", [SPACES[0], *(pytest.param(text, marks=pytest.mark.full) for text in SPACES[1:])]
+    )
     def test_so_are_those_of_which_one_long_token_takes_too_long(self, text: str) -> None:
         info = xgrammar.TokenizerInfo(WITH_SPACES, stop_token_ids=[len(WITH_SPACES) - 1])
         tokens = long_tokens(info.decoded_vocab)
@@ -184,4 +186,4 @@ class TestProbe:
         )
         took = time.thread_time() - began
         print(f"{1e3 * took:.1f} ms")
-        assert took < 0.03
+        assert took < 0.2  # many times as much as on an idle processor

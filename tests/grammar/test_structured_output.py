@@ -167,7 +167,7 @@ def test_what_a_trigger_begins_is_a_structure(client: openai.OpenAI) -> None:
 TOOLS: Any = [openai.pydantic_function_tool(City, name="show_city")]
 
 
-@pytest.mark.parametrize("choice", ["required", "named"])
+@pytest.mark.parametrize("choice", ["required", pytest.param("named", marks=pytest.mark.full)])
 def test_functions_are_called(client: openai.OpenAI, choice: str) -> None:
     named = {"type": "function", "function": {"name": "show_city"}}
     asked: dict[str, Any] = {

@@ -4,13 +4,14 @@ others up."""
 from __future__ import annotations
 
 import random
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from cluster import wait_until
 from grammar_nodes import JSON, PROMPTS, ask, cluster_of
-from hand_off_helpers import pages
+from hand_off_helpers import CASES, check_abort, pages, rules, scripted
 
 from pd import assembly
 from pd.core.grammar import Grammar
@@ -53,6 +54,19 @@ def hold_back(
 
     monkeypatch.setattr(assembly, "make_grammars", make)
     return held
+
+
+@pytest.mark.parametrize(("state", "told"), CASES)
+def test_an_abort_under_a_grammar_ends_the_room_on_both_nodes(
+    tmp_path: Path, model: Path, shared_grammars: Grammars, state: str, told: str
+) -> None:
+    """In every state after that in which the grammar is compiled."""
+    grammar, known = Grammar("regex", "[ab]{300}"), threading.Event()
+    shared_grammars.want(grammar, lambda _: known.set())
+    assert known.wait(30)
+    settings = scripted(tmp_path, *rules(state)) | {"max_running_requests": 1}
+    with cluster_of(model, "split", **settings) as cluster:
+        check_abort(cluster, state, told, grammar=grammar)
 
 
 def held_pages(cluster: Cluster) -> list[int]:

@@ -42,6 +42,23 @@ def test_given_memory_means_fixed_addresses() -> None:
     assert_same(views, arrays)
 
 
+def test_reserved_memory_is_sent_as_it_was_written() -> None:
+    """Whatever it held from before, in turns with uploads."""
+    staging = PinnedStaging(DEVICE)
+    sent = []
+    for turn in range(6):
+        arrays = some_arrays(turn)
+        if turn % 3 == 0:
+            sent.append((staging.upload(arrays), arrays))
+            continue
+        places = staging.reserve([(array.shape, array.dtype) for array in arrays])
+        for place, array in zip(places, arrays, strict=True):
+            place[...] = array
+        sent.append((staging.send(places), arrays))
+    for views, arrays in sent:
+        assert_same(views, arrays)
+
+
 def test_later_uploads_leave_earlier_ones_alone() -> None:
     """Also where they need more memory, and where the device has yet to begin with the first."""
     staging = PinnedStaging(DEVICE)

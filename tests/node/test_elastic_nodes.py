@@ -210,7 +210,9 @@ def test_nodes_that_promised_each_other_more_than_half_of_their_memory_get_on(
             marks=pytest.mark.full,
         ),
         pytest.param(("decode", "prefill"), ("prefill", "decode"), 256, id="both-ways"),
-        pytest.param(("prefill", "decode"), ("decode",), 4, id="few-places"),
+        pytest.param(
+            ("prefill", "decode"), ("decode",), 4, id="few-places", marks=pytest.mark.full
+        ),
     ],
 )
 def test_a_large_request_gets_its_turn_though_small_ones_come_all_the_time(
@@ -269,7 +271,8 @@ def full(*cell: Any) -> Any:
 @pytest.mark.parametrize(
     ("first", "second", "backend"),
     [
-        (2, 1, "tcp"),
+        (1, 1, "tcp"),
+        full(2, 1, "tcp"),
         full(1, 2, "tcp"),
         full(2, 2, "tcp"),
         full(1, 1, "nixl"),

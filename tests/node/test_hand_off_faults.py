@@ -11,7 +11,17 @@ import held_transfers
 import pytest
 from cluster import is_idle, random_prompts, wait_until
 from e2e.backends import MOONCAKE, NIXL, TCP
-from hand_off_helpers import Gate, pages, queues, scripted_cluster
+from hand_off_helpers import (
+    CASES,
+    PROMPT,
+    Gate,
+    check_abort,
+    pages,
+    queues,
+    rules,
+    scripted_cluster,
+    sent,
+)
 from raw_peer import SOON
 from tiny import tiny_cluster
 
@@ -22,16 +32,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from _pytest.mark import ParameterSet
-    from cluster import Cluster, Pending
+    from cluster import Pending
     from e2e.backends import Backend
-
-PROMPT = next(random_prompts(21, [40]))
-FOREVER = 3000
-
-
-def sent(cluster: Cluster, prompt: list[int] = PROMPT, **params: Any) -> Pending:
-    return cluster.client.generate(prompt, cluster.pair, **{"max_tokens": 200} | params)
-
 
 # ---- the first token waits for nothing but prefill
 
@@ -100,80 +102,12 @@ def test_a_transfer_that_fails_ends_a_prompt_that_is_being_computed() -> None:
 # ---- an abort in every state, told to one node, frees both
 
 
-def hold(state: str, cluster: Cluster) -> tuple[Pending, list[Gate]]:
-    """A request that stays in a state until its gate opens."""
-    prefill, decode = cluster.pair
-    gates: list[Gate] = []
-    if state in ("P waits", "P computes"):
-        gates.append(Gate(prefill))
-        if state == "P waits":
-            sent(cluster, [1] * 8)
-            assert gates[0].entered.wait(5)
-    if state in ("D waits", "D computes"):
-        gates.append(Gate(decode))
-        if state == "D waits":
-            sent(cluster, [1] * 8)
-            assert gates[0].entered.wait(5)
-    request = sent(cluster)
-    checks = {
-        "P waits": lambda: queues(prefill)["waiting"] == 1,
-        "P computes": lambda: gates[0].entered.is_set(),
-        "in flight, not reserved": lambda: queues(prefill)["in_flight"] == 1,
-        "in flight": lambda: queues(prefill)["in_flight"] and queues(decode)["transfer"],
-        "D waits": lambda: queues(decode)["waiting"] == 1,
-        "D computes": lambda: gates[0].entered.is_set(),
-        "D streams": lambda: len(request.choices[0].tokens) > 3,
-    }
-    wait_until(checks[state], 5, lambda: (queues(prefill), queues(decode)))
-    return request, gates
-
-
-RULES = {
-    "in flight, not reserved": {"do": "delay_reservation", "seconds": FOREVER},
-    "in flight": {"do": "delay_write", "seconds": FOREVER},
-}
-STATES = (
-    "P waits",
-    "P computes",
-    "in flight, not reserved",
-    "in flight",
-    "D waits",
-    "D computes",
-    "D streams",
-)
-
-
-# Once D has the KV, the prefill node has done its part.
-BOTH = [(state, told) for state in STATES for told in ("prefill", "decode")]
-CASES = [(state, told) for state, told in BOTH if told == "decode" or not state.startswith("D ")]
-
-
 @pytest.mark.parametrize(("state", "told"), CASES)
 def test_an_abort_told_to_one_node_ends_the_room_on_both(
     tmp_path: Path, state: str, told: str
 ) -> None:
-    rules = [RULES[state]] if state in RULES else []
-    batch = {"max_running_requests": 1}
-    with scripted_cluster(tmp_path, *rules, **batch) as cluster:
-        request, gates = hold(state, cluster)
-        request.nodes = [cluster.prefill[0] if told == "prefill" else cluster.decode[0]]
-        cluster.client.abort(request)
-
-        def ended(node: Any) -> bool:
-            found = node.rooms.get(request.room)
-            return found is None or found.state.terminal
-
-        for server in cluster.pair:
-            wait_until(lambda server=server: ended(server.node), SOON, server.node.server_info)
-        if state == "P computes":
-            assert pages(cluster.prefill[0])["locked"] > 0, "a launched step still writes there"
-        for gate in gates:
-            gate.open()
-        cluster.client.abort(request)
-        for server in cluster.pair:
-            with server.node.core.events.event():
-                server.node.abort(None)
-        cluster.wait_idle()
+    with scripted_cluster(tmp_path, *rules(state), max_running_requests=1) as cluster:
+        check_abort(cluster, state, told)
 
 
 def aborts_over_real_backends() -> list[ParameterSet]:

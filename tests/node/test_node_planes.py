@@ -26,7 +26,7 @@ EXTRA_PLANES = (
 
 
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[dict[str, NodeServer]]:
+def nodes(forked_ranks: None) -> Iterator[dict[str, NodeServer]]:
     """Prefill and decode nodes of one rank and of two."""
     build = Engine.build
 

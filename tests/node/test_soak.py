@@ -114,7 +114,7 @@ def lose(decode: NodeServer, prefill: NodeServer) -> None:
     "pace",
     [
         pytest.param(0.0, id="by-layers"),
-        pytest.param(0.02, id="late"),
+        pytest.param(0.02, id="late", marks=pytest.mark.full),
         pytest.param(0.5, id="early", marks=pytest.mark.full),
     ],
 )

@@ -58,7 +58,7 @@ def test_a_waiting_request_is_given_back_and_leaves_nothing(
     standstill.end()
     assert len(stays.tokens()) == 16
     cluster.wait_idle()
-    assert goes.late == 0
+    assert not goes.late
 
 
 @pytest.mark.parametrize("way", [slice(0, 2), slice(0, 1)], ids=["pair", "alone"])
@@ -77,7 +77,8 @@ def test_a_request_whose_grammar_is_compiled_is_given_back(
     _, compiled, _ = wanted[0]
     compiled(InvalidRequestError("too late"))
     cluster.wait_idle()
-    assert request.late == 0
+    # The decode node may find its peer without the request before the abort comes.
+    assert node.core.instance_id not in request.late
 
 
 def test_a_request_that_the_node_has_begun_with_stays(cluster: Cluster) -> None:

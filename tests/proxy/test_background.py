@@ -136,8 +136,8 @@ def test_an_error_leaves_nothing_to_the_garbage_collector(run: Callable[..., Non
         try:
             with pytest.raises(NoteError):
                 await background.run_on_thread(1, fail)
-            await background.run_on_thread(1, int)
-            assert errors[0]() is None
+            while errors[0]() is not None:  # its thread may not have been given the time
+                await asyncio.sleep(0.01)
         finally:
             gc.enable()
         background.close()

@@ -167,6 +167,8 @@ FORBIDDEN: list[tuple[Any, Any]] = [
     ({"type": "string", "pattern": "^(é.*|b)$"}, Written('"é"b"')),
     ({"type": "string", "pattern": "^[^é]$"}, Written('"\n"')),
     ({"type": "string", "pattern": "^(a(aa*))?$"}, "a"),
+    ({"type": "string", "pattern": "a)b(c"}, "abc"),
+    *(({"type": "string", "pattern": f"^a{each}a$"}, "aa") for each in ("++", "*+", "{1,2}+")),
     ({"type": "string", "pattern": "^(?!a)"}, "a"),
     ({"type": "string", "pattern": "x(^a)"}, "xa"),
     ({"type": "string", "pattern": r"\cA"}, Written('"\x01"')),
@@ -181,6 +183,11 @@ FORBIDDEN: list[tuple[Any, Any]] = [
     ({"type": "string", "pattern": "^[^a]$"}, Written(b'"\xc0\x80"')),
     (False, 1),
     ({"prefixItems": [False]}, [1]),
+    # As earlier drafts have it.
+    ({"type": "array", "prefixItems": [{}], "additionalItems": False}, [1, 2]),
+    ({"type": "integer", "divisibleBy": 2}, 3),
+    ({"disallow": ["integer"]}, 3),
+    ({"extends": {"type": "integer"}}, "a"),
 ]
 
 
@@ -357,8 +364,10 @@ ALLOWED: list[tuple[Any, Any]] = [
     (OTHERS, {"a": 1, "ab": "x", "ä": None}),
     ({"type": "array", "maxItems": 2}, [1, "a"]),
     ({"prefixItems": [{"type": "integer"}], "maxItems": 2}, [1, "a"]),
+    ({"prefixItems": [True, {"type": "integer"}], "minItems": 2}, ["a", 1]),
     ({"type": "integer", "minimum": 1.5, "exclusiveMaximum": 3.5}, 3),
     ({"type": "string", "pattern": "b|^c"}, "aba"),
+    *(({"type": "string", "pattern": "^a}?b{1,2}?c??$"}, text) for text in ("ab", "a}bbc")),
     *(({"type": "string", "format": "date"}, f"{year}-02-29") for year in ("2024", "2000", "0004")),
     ({"type": "string", "format": "date"}, "1999-12-31"),
     ({"type": "string", "format": "time"}, "23:59:59.125Z"),

@@ -39,6 +39,7 @@ REFUSED = [
     ("[^]a]", "begins with ']'"),
     ("a{99999999999}", "repeats something '99999999999' times"),
     ("a{1,2}(b|[c]{0,4294967297})", "repeats something '4294967297' times"),
+    *((pattern, "repeats a repetition") for pattern in ("a++b", "(a|b)*+", "[a]{2}{3}", "a+?*")),
 ]
 TAKEN = [
     *("[{99999999999}]", r"\{99999999999\}"),

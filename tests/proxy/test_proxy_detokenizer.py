@@ -67,7 +67,7 @@ def whole(tokenizer: Tokenizer, ids: list[int], skip: bool) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data(), skip=st.booleans())
 def test_pieces_of_any_ids_concatenate_to_the_full_decode(
     kind: Callable[[], Tokenizer], data: st.DataObject, skip: bool
@@ -83,7 +83,7 @@ def test_pieces_of_any_ids_concatenate_to_the_full_decode(
 
 
 @pytest.mark.parametrize("kind", BYTE_FALLBACKS, ids=lambda kind: kind.__name__)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     parts=st.lists(st.text("\n é漢😀\x00▁", max_size=4) | st.integers(259, 280), max_size=12),
     skip=st.booleans(),
@@ -130,7 +130,7 @@ def test_a_stop_string_of_byte_tokens_matches_on_the_token_that_completes_it() -
     assert stops.matched == "\n\n"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(text=st.text(max_size=40))
 def test_no_piece_of_a_valid_text_holds_half_a_character(text: str) -> None:
     for kind in (byte_level, byte_fallback):
@@ -141,7 +141,7 @@ def test_no_piece_of_a_valid_text_holds_half_a_character(text: str) -> None:
             assert "".join(shown) == text
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.binary(max_size=30))
 def test_random_bytes_decode_as_a_whole(data: bytes) -> None:
     tokenizer = table(byte_level).tokenizer

@@ -22,6 +22,7 @@ from test_proxy_tools import (
 )
 from tool_models import MISTRAL, PLAIN, QWEN
 
+from pd.core.config import REASONING_PARSERS
 from pd.core.errors import InvalidRequestError
 from pd.proxy.chat_answer import ChatAnswer
 from pd.proxy.chat_output import OutputPlan
@@ -429,6 +430,11 @@ def test_the_template_says_the_tags() -> None:
     assert reasoning_tags("auto", QWEN) == ReasoningTags("<think>", "</think>")
     assert reasoning_tags("auto", MISTRAL) == ReasoningTags("[THINK]", "[/THINK]")
     assert reasoning_tags("none", QWEN) is None
+
+
+@pytest.mark.parametrize("name", REASONING_PARSERS)
+def test_every_tag_that_the_command_line_offers_is_there(name: str) -> None:
+    assert (reasoning_tags(name, "") is None) == (name in ("auto", "none"))
 
 
 def test_a_flag_says_them_instead(cluster: Cluster, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def naive(text: str, stops: list[str]) -> tuple[str, str | None]:
     return text, None
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(pieces=st.lists(letters, max_size=12), stops=st.lists(letters, min_size=1, max_size=3))
 def test_any_cut_of_the_text_gives_what_the_whole_text_gives(
     pieces: list[str], stops: list[str]

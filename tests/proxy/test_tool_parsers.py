@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pd.core.config import TOOL_CALL_PARSERS
 from pd.proxy.chat_answer import merged
 from pd.proxy.reasoning import ReasoningParser, ReasoningTags
 from pd.proxy.tools.definitions import read_tools
@@ -480,11 +481,15 @@ def test_what_is_held_too_long_comes_out_at_the_same_character() -> None:
 
 TEMPLATES = {
     "hermes": "{% if tools %}within <tool_call></tool_call> XML tags{% endif %}",
-    "qwen3_coder": "{% if tools %}<tool_call>\n<function=example>{% endif %}",
+    "qwen3_coder": "{% if tools %}<tool_call>\n<function=example>\n<parameter=a>{% endif %}",
     "llama3_json": '{"name": function name, "parameters": dictionary of argument name}{{ tools }}',
     "pythonic": "{{ tools }} in the format of [func_name1(params_name1=params_value1)]",
     "mistral": "{{ tools }}[TOOL_CALLS][",
 }
+
+
+def test_the_command_line_offers_the_families_that_are_there() -> None:
+    assert set(TOOL_CALL_PARSERS) == {"auto", "none", *TEMPLATES}
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -496,6 +501,22 @@ def test_the_template_says_the_family(name: str) -> None:
     assert tool_family("none", TEMPLATES[name]) is None
 
 
-def test_unknown_families_are_not_guessed() -> None:
-    assert tool_family("auto", "{{ tools }}<tool_call>f<arg_key>a</arg_key></tool_call>") is None
-    assert tool_family("auto", "{{ messages }}") is None
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages }}",
+        "{{ tools }}<tool_call>f<arg_key>a</arg_key></tool_call>",  # GLM
+        "{{ tools }}<seed:tool_call>\n<function=f>\n<parameter=a>1</parameter>",  # Seed-OSS
+        "within <tool_call></tool_call>: <tool_calls>[{{ tools }}]</tool_calls>",  # Apriel
+        '{{ tools }}<function=f>{"a": 1}</function> <|python_tag|>',  # Llama 3.1, Functionary
+    ],
+)
+def test_unknown_families_are_not_guessed(template: str) -> None:
+    assert tool_family("auto", template) is None
+
+
+def test_what_a_template_asks_for_counts_more_than_its_tokens() -> None:
+    """That of Llama 4."""
+    asked = TEMPLATES["llama3_json"]
+    assert tool_family("auto", f"{asked}<|python_start|><|python_end|>") is LLAMA3_JSON
+    assert tool_family("auto", "{{ tools }}<|python_start|>") is PYTHONIC

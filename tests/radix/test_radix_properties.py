@@ -57,7 +57,7 @@ class AnyInterleaving(RuleBasedStateMachine):
 
 
 AnyInterleaving.TestCase.settings = settings(
-    max_examples=300, stateful_step_count=50, deadline=None
+    max_examples=150, stateful_step_count=50, deadline=None
 )
 TestAnyInterleaving = AnyInterleaving.TestCase
 

@@ -69,7 +69,7 @@ class DecodeBench:
         request = make_request([next(self._names)] * prompt_len, params=params)
         sequence = request.sequence
         assert self.memory.grow(sequence, prompt_len, PageState.RESERVED)
-        self.memory.commit(sequence)
+        self.memory.own_reserved(sequence)
         sequence.num_computed = prompt_len
         self.memory.cache(sequence)
         self.scheduler.add(request, [FirstToken(0, TOKEN)], repeat=False)

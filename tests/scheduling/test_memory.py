@@ -119,7 +119,7 @@ def test_reserved_pages_are_the_sequences_after_the_commit() -> None:
     sequence = sequence_of(list(range(10)))
     assert memory.grow(sequence, 10, PageState.RESERVED)
     check(memory, sequence)
-    memory.commit(sequence)
+    memory.own_reserved(sequence)
     sequence.num_computed = 10
     memory.cache(sequence)
     check(memory, sequence)
@@ -213,7 +213,7 @@ class History:
         if self.rng.random() < 0.5:
             self.quarantined.append(self.memory.quarantine(sequence))
         else:
-            self.memory.commit(sequence)
+            self.memory.own_reserved(sequence)
             sequence.num_computed = sequence.num_tokens
             self.memory.cache(sequence)
             self.live.append(sequence)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
+from pd.engine.draft_tree import DraftTree, chain
 from pd.scheduling.metrics import SpeculationMetrics, VerifiedDrafts
 
 LENGTH = "pd_speculative_acceptance_length"
@@ -21,11 +23,30 @@ def metrics(registry: CollectorRegistry) -> SpeculationMetrics:
 
 
 def drafts(count: int, accepted: int) -> VerifiedDrafts:
-    """Drafts of four tokens, of each of which so many are accepted."""
+    """Chains of four tokens, of each of which so many are accepted."""
     verified = VerifiedDrafts()
     for _ in range(count):
-        verified.add(4, accepted)
+        verified.add(chain(4), accepted)
     return verified
+
+
+def test_tokens_are_counted_by_place_in_the_draft(
+    registry: CollectorRegistry, metrics: SpeculationMetrics
+) -> None:
+    """Trees and drafts that adaptation has cut are counted, too."""
+    tree = DraftTree(np.array([-1, -1, 0, 0, 1, 2], np.int32))
+    verified = VerifiedDrafts()
+    for shape, accepted in ((tree, 3), (tree, 0), (tree.first(3), 1), (chain(1), 1), (chain(4), 2)):
+        verified.add(shape, accepted)
+    metrics.observe(verified)
+    found = {
+        name: [
+            registry.get_sample_value(f"pd_speculative_{name}_total", {"position": str(position)})
+            for position in range(4)
+        ]
+        for name in ("drafted", "accepted")
+    }
+    assert found == {"drafted": [8, 8, 3, 1], "accepted": [4, 2, 1, None]}
 
 
 def test_acceptance_length_counts_the_models_own_token(

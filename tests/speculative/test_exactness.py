@@ -145,7 +145,8 @@ def test_ngrams_give_the_same(plain: dict[str, list[Pending]], kind: str) -> Non
         assert len(pending.outputs) < 64, "several tokens came at once"
 
 
-@pytest.mark.parametrize("kind", [pytest.param("unified", marks=pytest.mark.full), "split"])
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["unified", "split"])
 def test_ngrams_of_other_requests_give_the_same(plain: dict[str, list[Pending]], kind: str) -> None:
     """A second client asks what a first one asked: its drafts come from the first one's answers."""
     accepted: dict[str, list[float]] = {}

@@ -208,8 +208,15 @@ def draft_model_cluster(num_tokens: int) -> Cluster:
     return tiny_cluster(0, 0, 1, **settings)
 
 
-@pytest.mark.parametrize("where", ["prepare", "choose"])
-@pytest.mark.parametrize("penalty", ["frequency_penalty", "repetition_penalty"])
+@pytest.mark.parametrize(
+    ("penalty", "where"),
+    [
+        ("frequency_penalty", "prepare"),
+        ("repetition_penalty", "choose"),
+        pytest.param("frequency_penalty", "choose", marks=pytest.mark.full),
+        pytest.param("repetition_penalty", "prepare", marks=pytest.mark.full),
+    ],
+)
 def test_penalties_after_the_sampling_of_a_draft_failed(penalty: str, where: str) -> None:
     params = {"max_tokens": 60, "temperature": 0.8, "seed": 3, penalty: 1.5}
     expected = plain_answer(PROMPTS[1], **params)

@@ -44,7 +44,7 @@ def run_all(
     return done
 
 
-COUNTS_WITH_PLANES = {"fake": 60, "tcp": 40, "nixl": 8, "mooncake": 4}
+COUNTS_WITH_PLANES = {"fake": 40, "tcp": 30, "nixl": 8, "mooncake": 4}
 
 
 @pytest.mark.parametrize("backend", backends(*COUNTS_WITH_PLANES))
@@ -54,7 +54,7 @@ def test_no_room_sees_a_foreign_byte_in_any_plane(backend) -> None:
     assert sum(s.aborted for s in done) > len(done)
 
 
-COUNTS = {"fake": 150, "tcp": 60, "nixl": 12, "mooncake": 6}
+COUNTS = {"fake": 80, "tcp": 40, "nixl": 12, "mooncake": 6}
 MANY = {"fake": 2500, "tcp": 1000, "nixl": 200, "mooncake": 200}
 
 

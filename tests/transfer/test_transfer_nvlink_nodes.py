@@ -37,6 +37,7 @@ def test_nodes_over_nvlink_give_the_tokens_of_a_unified_node(devices: list[ShmDe
     assert devices[0].mapped == 0, "mappings end with the node"
 
 
+@pytest.mark.full
 def test_aborts_during_slow_stores_return_every_page(devices: list[ShmDevice]) -> None:
     print(f"seed {SEED}")
     rng = random.Random(SEED)

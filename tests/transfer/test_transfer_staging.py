@@ -30,6 +30,7 @@ from pd.transfer.rooms import sender as rooms_sender
 from pd.transfer.staged import incoming_link as staging_in
 from pd.transfer.staged import incoming_links as staging_scatter
 from pd.transfer.staged import outgoing_links, outgoing_peer
+from pd.transfer.staged import sender as staged_sender
 from pd.transfer.staged.incoming_link import IncomingLink
 from pd.transfer.staged.manager import StagedManager
 from pd.transfer.staged.outgoing_link import OutgoingLink
@@ -505,8 +506,10 @@ def test_a_room_that_comes_while_its_link_gives_way_is_sent_over_the_next(
 
 @pytest.mark.usefixtures("unstarved")
 def test_a_link_that_takes_long_to_open_makes_progress(pair, monkeypatch) -> None:
-    """Each step has a lease of time, not all of them together."""
-    monkeypatch.setattr(rooms_sender, "LEASE_SECONDS", 1.0)
+    """Each step of the libraries has its time, which is longer than a lease, not all of them
+    together."""
+    monkeypatch.setattr(rooms_sender, "LEASE_SECONDS", 0.3)
+    monkeypatch.setattr(staged_sender, "OPENING_SECONDS", 1.0)
     nodes = pair()
     nodes.out.slow = nodes.into.slow = 0.6
     nodes.introduce()
@@ -515,7 +518,7 @@ def test_a_link_that_takes_long_to_open_makes_progress(pair, monkeypatch) -> Non
 
 @pytest.mark.usefixtures("unstarved")
 def test_a_link_that_does_not_open_fails_its_rooms(pair, monkeypatch) -> None:
-    monkeypatch.setattr(rooms_sender, "LEASE_SECONDS", 0.2)
+    monkeypatch.setattr(staged_sender, "OPENING_SECONDS", 0.2)
     nodes = pair()
     nodes.into.slow = 1.0
     nodes.introduce()

@@ -110,7 +110,7 @@ def test_prompts_leave_room_for_answers_to_grow() -> None:
 @pytest.mark.parametrize("page_size", [pytest.param(1, marks=pytest.mark.full), 8])
 def test_many_streams_with_retraction_and_aborts_lose_nothing(page_size: int, seed: int) -> None:
     rng = random.Random(seed)
-    lengths = [rng.randrange(1, 60) for _ in range(40)]
+    lengths = [rng.randrange(1, 60) for _ in range(25)]
     counts = [rng.randrange(1, 50) for _ in lengths]
     prompts = list(random_prompts(seed, lengths))
     with tiny_cluster(0, 0, 1) as cluster:

@@ -1,4 +1,4 @@
 """The load-generating half of the harness: schedules, datasets, clients, records, measures.
 
-Nothing here imports another room than ``pd.core``, so it runs against any server.
+Nothing here imports another package than ``pd.core``, so it runs against any server.
 """

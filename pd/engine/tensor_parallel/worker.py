@@ -24,6 +24,7 @@ import torch
 from pd.core.children import ignore_ending_signals
 from pd.core.config import NodeConfig
 from pd.core.errors import PDError
+from pd.core.garbage import freeze_objects
 from pd.engine.engine import Engine, rank_device
 from pd.engine.tensor_parallel.group import ProcessGroup
 from pd.engine.tensor_parallel.messages import (
@@ -107,6 +108,7 @@ def _serve(channel: RankChannel) -> None:
         handle, offset = CudaIpc(device.index).export(engine.pool.memory.data_ptr())
     channel.send(Built(handle, offset))
     saved: dict[int, list[torch.Tensor]] = {}
+    freeze_objects()
     while True:
         message = channel.receive()
         if isinstance(message, ForwardStep):

@@ -101,25 +101,36 @@ _MISTRAL_NAMED = MISTRAL._replace(
 _FAMILIES = {
     family.name: family for family in (HERMES, QWEN3_CODER, LLAMA3_JSON, PYTHONIC, MISTRAL)
 }
-# Texts that only the templates of a family have, the surest first.
+# Texts that only the templates of a family have, the surest first. What a template asks a model to
+# write goes before the tokens in it: that of Llama 4 has Python's tokens, and asks for JSON.
 _MARKS = (
-    (QWEN3_CODER, ("<function=",)),
+    (QWEN3_CODER, (qwen_xml.PARAMETER,)),
     (MISTRAL, (mistral.OPEN,)),
     (HERMES, (hermes.OPEN,)),
-    (PYTHONIC, (pythonic.START, "[func_name1(")),
-    (LLAMA3_JSON, (llama_json.PYTHON_TAG, '"name": function name, "parameters":')),
+    (PYTHONIC, ("[func_name1(",)),
+    (LLAMA3_JSON, ('"name": function name, "parameters":',)),
+    (PYTHONIC, (pythonic.START,)),
+    (LLAMA3_JSON, (llama_json.PYTHON_TAG,)),
 )
-# Texts of templates of families that are not known here, though they share tags with known ones.
-_FOREIGN = ("<arg_key>",)
+# Texts of templates of families that are not known here, though they share tags with known ones:
+# GLM, Seed-OSS and Apriel.
+_FOREIGN = ("<arg_key>", "<seed:tool_call>", "<tool_calls>")
 
 
 def tool_family(name: str, template: str) -> ToolFamily | None:
     """A family by its name (of ``--tool-call-parser``), or for ``auto`` that whose calls a chat
     template describes; None if it describes none that is known."""
     family = _FAMILIES.get(name)
-    if name == "auto" and not any(mark in template for mark in _FOREIGN):
+    if name == "auto" and not _is_foreign(template):
         found = (kind for kind, marks in _MARKS if any(mark in template for mark in marks))
         family = next(found, None)
     if family is MISTRAL and mistral.ARGS in template:
         return _MISTRAL_NAMED
     return family
+
+
+def _is_foreign(template: str) -> bool:
+    """Whether a template describes calls of a family that is not known here."""
+    # Llama 3.1 and Functionary may write JSON behind this tag.
+    has_json = qwen_xml.FUNCTION in template and qwen_xml.PARAMETER not in template
+    return has_json or any(mark in template for mark in _FOREIGN)

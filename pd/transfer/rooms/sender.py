@@ -224,13 +224,17 @@ class QueuedSender(Sender):
         does."""
         return None
 
+    def _stall_limit(self) -> float:
+        """Seconds that the peer may make the room wait where both ends have a CPU."""
+        return LEASE_SECONDS
+
     def _stall_error(self, seconds: float) -> str:
         return f"no KV data could be sent to node {self._peer} for {seconds:.1f} s"
 
     def _check_stall(self) -> None:
         """Fail if the peer has made the room wait too long."""
         since = self._stalled_since()
-        if since is not None and self._patience.is_over(since, LEASE_SECONDS, self._peer):
+        if since is not None and self._patience.is_over(since, self._stall_limit(), self._peer):
             self.fail(TransferError(self._stall_error(time.monotonic() - since)))
 
     def _settle(self) -> None:

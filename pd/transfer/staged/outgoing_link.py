@@ -126,7 +126,7 @@ class OutgoingLink:
             assert self._channel is not None
             self._links.make_room()
             self.state = OutgoingState.OPENING
-            self.to.progressed()
+            self.to.link_opens()
             self._channel.send(self._links.wishes())
 
     def _on_opened(self, channel: Channel) -> None:

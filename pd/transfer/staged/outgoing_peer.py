@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from pd.transfer.ranges import Block
     from pd.transfer.staged.sender import StagedSender
 
-# How long a room waits for a link that cannot be opened, unless its deadline is sooner.
+# How long a room waits for a link that cannot be opened, unless its deadline is sooner, and for the
+# next step of one whose libraries are at work. On a busy machine these take seconds of processor
+# time. That the peer is dead, its heartbeats and the channel tell earlier.
 OPENING_SECONDS = 30.0
 
 
@@ -33,6 +35,7 @@ class OutgoingPeer:
         refusal: why no link to it will be opened.
         progress: when a block or a step of a link's opening was last seen to succeed.
         buffer_bytes: size of a staging buffer of the current link.
+        opening: both ends' libraries are opening a link.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class OutgoingPeer:
         self.refusal: TransferError | None = None
         self.progress = time.monotonic()
         self.buffer_bytes = 0
+        self.opening = False
         self._queue: SendQueue[StagedSender] = SendQueue()
         self._wake = wake
         self._end: TransferError | None = None
@@ -105,20 +109,28 @@ class OutgoingPeer:
         with self.changed:
             self.progress = time.monotonic()
 
+    def link_opens(self) -> None:
+        """The peer was asked for buffers."""
+        with self.changed:
+            self.opening, self.progress = True, time.monotonic()
+
     def link_opened(self, buffer_bytes: int) -> None:
         with self.changed:
+            self.opening = False
             self._failing_since, self._failure = float("inf"), ""
             self.buffer_bytes, self.progress = buffer_bytes, time.monotonic()
 
     def link_not_opened(self, reason: str) -> None:
         """Another one will be tried."""
         with self.changed:
+            self.opening = False
             self._failing_since = min(self._failing_since, time.monotonic())
             self._failure = reason
 
     def link_lost(self, reason: str, *, keep_waiting: bool) -> None:
         """Fail the rooms, but if ``keep_waiting`` only those of which something was taken."""
         with self.changed:
+            self.opening = False
             for sender in list(self._queue.senders):
                 if sender.begun or not keep_waiting:
                     sender.fail(TransferError(reason))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from pd.core.errors import TransferError
 from pd.transfer.ranges import Block
 from pd.transfer.rooms.sender import QueuedSender
+from pd.transfer.staged.outgoing_peer import OPENING_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -82,6 +83,9 @@ class StagedSender(QueuedSender):
         if not self.queued and not self.sending:
             return None
         return max(self.to.progress, self.waiting_since)
+
+    def _stall_limit(self) -> float:
+        return OPENING_SECONDS if self.to.opening else super()._stall_limit()
 
     def _check_stall(self) -> None:
         waits = self._stalled_since() is not None

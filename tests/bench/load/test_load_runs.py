@@ -106,6 +106,7 @@ def test_two_processes_share_one_schedule(scripted, tmp_path) -> None:
     assert summary["client"]["processes"] == 2
 
 
+@pytest.mark.full
 def test_load_processes_on_other_hosts_measure_their_clocks(scripted, tmp_path) -> None:
     command = f"env LOAD_HOST={{host}} {sys.executable} -m pd.bench.load.worker"
     hosts = ("--load-host", "left", "--load-host", "right", "--remote-command", command)
@@ -123,6 +124,7 @@ def test_load_processes_on_other_hosts_measure_their_clocks(scripted, tmp_path) 
     assert 0 < summary["client"]["clock_error_ms"] < 1000
 
 
+@pytest.mark.full
 def test_a_ramp_is_in_the_files_as_vllm_has_it_and_requests_have_the_ids_they_were_sent_with(
     scripted, tmp_path
 ) -> None:
@@ -188,6 +190,7 @@ def test_the_next_turn_has_what_was_really_answered(scripted, tmp_path, endpoint
         assert by_turn[session, 1].sent >= by_turn[session, 0].end
 
 
+@pytest.mark.full
 def test_stages_and_cached_tokens_of_generate(scripted, tmp_path) -> None:
     summary, records = bench(
         scripted(),
