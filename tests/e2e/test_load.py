@@ -124,12 +124,20 @@ def check_streams(model: Path, seed: int, backend: str | None, streams: int) -> 
             ):
                 wrong.append((index, tokens))
         canceller.join()
-        cluster.wait_idle(30)
         metrics = nodes[-1].node.core.metrics
-        evicted = nodes[0].node.core.memory.radix.evicted_pages
-        retracted = metrics.retractions._value.get()
+        radix = nodes[0].node.core.memory.radix
+        # Elastic nodes share the streams, so that neither pool need be short.
+        retracts = backend is not None and os.environ.get("PD_TEST_ELASTIC", "off") == "off"
+        # What was drawn may have fitted. Two of these do not fit into the decode pool together.
+        for _ in range(10):
+            if radix.evicted_pages and (metrics.retractions._value.get() or not retracts):
+                break
+            pair = [[rng.randrange(256) for _ in range(200)] for _ in range(2)]
+            growing = [cluster.client.generate(prompt, nodes, max_tokens=120) for prompt in pair]
+            for prompt, request in zip(pair, growing, strict=True):
+                assert is_greedy(model, prompt, request.tokens(300))
+        cluster.wait_idle(30)
+        evicted, retracted = radix.evicted_pages, metrics.retractions._value.get()
     assert not wrong
     assert evicted > 0, "the pool was large enough for everything"
-    # Elastic nodes share the streams, so that neither pool need be short.
-    if backend is not None and os.environ.get("PD_TEST_ELASTIC", "off") == "off":
-        assert retracted > 0, "the decode pool was never short"
+    assert retracted > 0 or not retracts, "the decode pool was never short"
