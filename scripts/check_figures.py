@@ -112,6 +112,16 @@ def _split() -> dict[str, str]:
     return found
 
 
+def _drafting() -> dict[str, str]:
+    """By streams: percent of a trace of steps with drafts in which the GPU waited."""
+    found = {}
+    for streams in (1, 32):
+        path = RESULTS / f"speculation_idle_{streams}_gpu.json"
+        share = json.loads(path.read_text())["settings"]["idle_share"]
+        found[f"idle_{streams}"] = f"{100 * share:.0f}"
+    return found
+
+
 def _mixed() -> dict[str, str]:
     """What steps with a part of a prompt beside 16 answers take, and a prompt alone."""
     name, part, more = "engine_mixed_gpu", 496, 1008
@@ -215,6 +225,12 @@ def quotes() -> list[Quote]:
             "one stream ran at {ngram_1} of the speed without drafts where n-grams were drafted "
             "and at {draft_1} with a draft model, 16 streams at {ngram_16} and "
             "{draft_16}".format(**_split()),
+        ),
+        Quote(
+            "docs/speculation.md",
+            "so that the GPU waits for {idle_1} and {idle_32} % of these traces".format(
+                **_drafting()
+            ),
         ),
         Quote(
             "docs/speculation.md",
