@@ -264,11 +264,13 @@ def test_a_replay_for_which_no_thread_can_start_is_answered_and_later_ones_go_on
         cluster.wait_idle(30.0)
 
 
-# Rules that never end, and how many tokens come before one.
+NO_TOKEN = "it leaves no token that the model could go on with (or "
+# Rules that never end, how many tokens come before one, and what is said.
 IMPOSSIBLE = [
-    (Grammar("ebnf", "root ::= root"), 0),
-    (Grammar("json_schema", '{"$ref": "#"}'), 0),
-    (Grammar("ebnf", 'root ::= "a" dead\ndead ::= "b" dead2\ndead2 ::= dead2'), 2),
+    (Grammar("ebnf", "root ::= root"), 0, NO_TOKEN),
+    # xgrammar itself refuses this since 0.2.9, in its own words.
+    (Grammar("json_schema", '{"$ref": "#"}'), 0, ""),
+    (Grammar("ebnf", 'root ::= "a" dead\ndead ::= "b" dead2\ndead2 ::= dead2'), 2, NO_TOKEN),
 ]
 
 
@@ -280,12 +282,10 @@ def test_a_grammar_that_leaves_no_token_ends_its_request_with_an_error(
     with cluster_of(model, kind, **DRAFTERS[drafter]) as cluster:
         other = ask(cluster, PROMPTS[1], grammar=JSON)
         asked = [(*each, ask(cluster, PROMPTS[0], grammar=each[0])) for each in IMPOSSIBLE]
-        for grammar, count, pending in asked:
+        for grammar, count, said, pending in asked:
             with pytest.raises(InvalidRequestError) as caught:
                 pending.result()
-            assert str(caught.value).startswith(
-                f"{grammar.kind}: it leaves no token that the model could go on with (or "
-            )
+            assert str(caught.value).startswith(f"{grammar.kind}: {said}")
             assert caught.value.param == grammar.kind
             assert len(pending.choices[0].tokens) == count
         assert other.tokens()[-1] == EOS
