@@ -119,7 +119,8 @@ def test_random_texts_are_served_or_refused(model: Path, count: int) -> None:
                     served += 1
                 except InvalidRequestError as error:
                     assert str(error)
-            assert not other.done.is_set()
+            # A text may be compiled for seconds, in which the stream comes to its end.
+            assert len(tokens) == STREAMED or not other.done.is_set()
             cluster.client.abort(other)
             memory.append(resident_bytes())
         assert ask(cluster, [1, 2, 3], grammar=started, max_tokens=9).tokens()
