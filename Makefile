@@ -11,6 +11,8 @@ PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 MATRICES := -n 4 --dist loadfile --no-loadscope-reorder
 # Files with tests of a mark: collecting all of them takes longer than some of these tests.
 files_with = $(shell grep -rlF --include='*.py' 'pytest.mark.$(1)' tests)
+# Installs a peer that tests need, once, and sets the variable that names it.
+peer = PD_TEST_$(1)="$$(sh scripts/peer_environment.sh $(2) .peers $(PYTHON))"
 # What make test-all runs with elastic nodes, too: parity, reuse, load, faults and failover.
 ELASTIC = $(addprefix tests/e2e/test_,parity.py serving.py load.py faults.py failover.py)
 # What make test-all runs with two processes of every proxy, too, less what is marked one_process.
@@ -22,13 +24,23 @@ AGAINST ?= HEAD
 PAIRS ?= 7
 COMPARE = $(BIN)/pd-bench compare --against $(AGAINST) --pairs $(PAIRS) --
 
+# Flags of pip, such as -c requirements/tested.txt for the versions that were tested.
+PIP_FLAGS ?=
+INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_FLAGS)
+
 # Installed again whenever the project's requirements change.
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]'
+	$(INSTALL) -e '.[dev]'
+	touch $(VENV)/.runs $@
+
+# The demo needs neither the tests' libraries nor the linters.
+$(VENV)/.runs: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) -e .
 	touch $@
 
-demo: $(VENV)/.installed
+demo: $(VENV)/.runs
 	$(BIN)/pd-launch demo
 
 test: $(VENV)/.installed
@@ -37,21 +49,23 @@ test: $(VENV)/.installed
 
 test-all: $(VENV)/.installed
 	@sh scripts/system_packages.sh full
-	$(BIN)/python scripts/reached/reached_lines.py pytest $(MATRICES) -m "not full and not starved"
-	$(BIN)/python -m pytest $(MATRICES) -m "full and not starved and not alone"
+	$(BIN)/python -m pytest $(MATRICES) -m "not full and not starved"
+	$(call peer,SGLANG,sglang) $(call peer,SGLANG_PROGRAMS,sglang-programs) $(call peer,FRAMEWORKS,frameworks) \
+		$(BIN)/python -m pytest $(MATRICES) -m "full and not starved and not alone"
 	PD_TEST_ELASTIC=auto $(BIN)/python -m pytest $(MATRICES) -m "not full and not starved" $(ELASTIC)
 	PD_TEST_PROXY_WORKERS=2 $(BIN)/python -m pytest $(MATRICES) -m "not full and not starved" $(PROXIES)
-	PD_TEST_AIPERF="$$(sh scripts/aiperf.sh .aiperf $(PYTHON))" $(BIN)/python -m pytest -m alone $(call files_with,alone)
+	$(call peer,AIPERF,aiperf) $(BIN)/python -m pytest -m alone $(call files_with,alone)
 	$(BIN)/python -m pytest -m starved $(call files_with,starved)
 
 check: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python scripts/check_imports.py
+	$(BIN)/lint-imports --no-cache --no-logo
+	$(BIN)/python -m pytest --noconftest tests/imports/test_circles.py
 	$(BIN)/python scripts/check_class_names.py
 	$(BIN)/python scripts/render_benchmarks.py --check
-	$(BIN)/python scripts/check_figures.py
+	$(BIN)/python scripts/render_fields.py --check
 
 fmt: $(VENV)/.installed
 	$(BIN)/ruff format .

@@ -1,13 +1,13 @@
-"""Acceptance length of every drafter in a running split, greedy and at temperature 1.
+"""Measure the acceptance length of every drafter in a running split, greedy and at temperature 1.
 
     python benchmarks/acceptance.py [--devices cuda:0 cuda:1] --output FILE [-- FLAGS]
 
-The embedded model is asked questions of its held-out sets over HTTP, through a proxy, a prefill
-node and a decode node, which are real processes. Every drafter drafts as many tokens as it may:
-`tokens`, with at most `topk` guesses at one place. The acceptance length is the mean number of
-tokens of a verified draft, the model's own among them: `1 + accepted / drafts` of the decode node's
-metrics, so steps without a draft do not count. Sampled requests have seeds, so every drafter is
-asked for the same tokens. Flags after `--` go to both nodes.
+We ask the embedded model questions of its held-out sets over HTTP. Proxy, prefill node and decode
+node are real processes. Every drafter drafts as many tokens as it may: `tokens`, with at most
+`topk` guesses for one position. The acceptance length is the mean number of tokens that a verified
+draft brings, `1 + accepted / drafts` by the decode node's metrics. Steps without a draft do not
+count. Sampled requests have seeds, so every drafter faces the same tokens. Flags after `--` go to
+both nodes.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def main() -> int:
 def deployment(
     name: str, adaptive: str, devices: Sequence[str], more: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
-    """A split whose nodes have the drafter ``name``, or "none", and flags ``more``: URLs of the
-    proxy, which is ready, and of the decode node."""
+    """Run a split whose nodes have the drafter ``name``, or "none", and the flags ``more``. Yields
+    the URLs of the proxy, when it is ready, and of the decode node."""
     flags = ["--model", str(EMBEDDED_MODEL), "--port", "0", "--kv-cache-tokens", "32768", *more]
     if name != "none":
         algorithm, checkpoint, tokens, topk = DRAFTERS[name]
@@ -121,7 +121,7 @@ def deployment(
 def measure(
     name: str, examples: int, devices: Sequence[str], more: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Rows of one drafter."""
+    """Measure the rows of one drafter."""
     _, _, tokens, topk = DRAFTERS[name]
     rows = []
     with deployment(name, "off", devices, more) as (proxy, decode):
@@ -148,7 +148,7 @@ def measure(
 
 
 def questions_of(each: str, examples: int) -> list[list[dict[str, str]]]:
-    """Messages up to the first question of some examples of a set."""
+    """Return messages up to the first question of some examples of a set."""
     return [
         [
             *({"role": message.role, "content": message.content} for message in example.before),
@@ -172,7 +172,7 @@ def ask_all(url: str, asked: list[list[dict[str, str]]], temperature: float) -> 
 
 
 def counters(url: str) -> dict[str, float]:
-    """Sums of a node's counters over their labels, by name."""
+    """Sum a node's counters over their labels, by name."""
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(httpx.get(f"{url}/metrics").text):
         for sample in family.samples:

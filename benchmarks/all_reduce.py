@@ -1,11 +1,11 @@
-"""How long the ranks of a tensor-parallel model take for a sum: NCCL and through peer memory.
+"""Compare sums between tensor-parallel ranks: NCCL and peer memory.
 
     python benchmarks/all_reduce.py --output benchmarks/results/all_reduce_gpu.json
 
-A process per GPU, for groups of 2, 4 and 8 as far as there are GPUs. Sums of bfloat16 as a decode
-step has them, one behind the other in a CUDA graph; medians of replays, divided by the sums of one.
-Peer memory is measured beyond the size from which on a model leaves sums to NCCL, which
-``pd.engine.tensor_parallel.peer_memory.max_bytes`` says.
+Each GPU has a process, in groups of 2, 4 and 8 as far as there are GPUs. Sums are of bfloat16, as
+in a decode step. Many of them run one after the other in a CUDA graph; a figure is the median of
+replays, divided by the number of sums. Peer memory is measured even for sizes that a model leaves
+to NCCL (``pd.engine.tensor_parallel.peer_memory.choose_max_bytes``).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def _group(ranks: int) -> list[dict[str, Any]]:
-    """Rank 0's rows, as they are printed."""
+    """Measure with a group of ranks, and return and print the rows of rank 0."""
     with tempfile.TemporaryDirectory() as directory:
         group = [Path(directory, "rendezvous"), str(ranks)]
         processes = [

@@ -1,22 +1,22 @@
-"""Speed of attention over the paged pool: decode steps, chunks, trees and drafts, every backend.
+"""Measure attention over the paged pool with every backend: decode steps, chunks, trees and drafts.
 
     python benchmarks/attention.py [--backends triton,flashinfer] [--steps decode,verify]
         [--decode-tile 16,64,4,1,4,2] [--chunk-tile 128,128,8,5,1,4] [--tree-tile 16,64,4,1,4,2,8]
         [--output FILE]
 
-Heads and head size of Llama-3.1-8B (32 query heads, 8 KV heads, 128), bf16, pages of 16 tokens in
-random order. Every layer has its own K and V, so that nothing is left in a cache from one launch to
-the next. A step's layers are captured into a CUDA graph and replayed, which leaves the launches
-out: what is measured is the GPU's time. Beside it stands the host's time for one plan.
+Heads and head size are those of Llama-3.1-8B (32 query heads, 8 KV heads, 128), in bf16, with pages
+of 16 tokens in random order. Every layer has its own K and V, so no launch finds them in a cache. A
+CUDA graph replays the layers of a step, so figures are the GPU's time without launches. The host's
+time for one plan is listed separately.
 
-Verifying attends to several new tokens of each sequence, "tree" to trees of them; drafting to one
-new token in each row, at a place that the GPU knows. A backend without a graph for verifying plans
-the step without one, and is left out where it has none for drafting.
+Verifying attends to several new tokens of each sequence, "tree" to trees of them. Drafting attends
+to one new token per row, at a position known only to the GPU. A backend without a graph for
+verifying plans the step without one; a backend without a graph for drafting is left out.
 
-The tile shapes are of the ``triton`` backend, to try others: query rows, keys, warps, stages,
-programs per multiprocessor, key tiles of the smallest split, rows merged at a time.
+You can try other tile shapes of the ``triton`` backend: query rows, keys, warps, stages, programs
+per multiprocessor, key tiles of the smallest split, rows merged at a time.
 
-TB/s counts K and V of every sequence once; TFLOP/s counts two matrix products over the keys that a
+TB/s counts K and V of every sequence once. TFLOP/s counts two matrix products over the keys that a
 query may see.
 """
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pd.kernels.attention import AttentionBackend, PlannedAttention
-    from pd.kernels.attention.triton_backend import TileShape
+    from pd.kernels.attention.triton_kernels import TileShape
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 16
 POOL_BYTES = 9 << 30
@@ -85,7 +85,7 @@ def draft(rows: int, context: int) -> Step:
 
 
 def ragged(rows: int, context: int) -> Step:
-    """Contexts of one eighth to twice as much, the same in every run."""
+    """Draw contexts from an eighth to twice the given one, the same in every run."""
     contexts = np.random.default_rng(0).integers(context // 8, 2 * context, rows)
     return Step(f"decode {rows} ragged ~{context}", [(int(n), 1) for n in contexts], "decode")
 
@@ -131,7 +131,11 @@ class Bench:
         chunk: TileShape | None = None,
         tree: TileShape | None = None,
     ) -> None:
-        """``decode``, ``chunk``, ``tree``: tile shapes of the triton backend instead of its own."""
+        """Fill a pool for the backends.
+
+        Args:
+            decode, chunk, tree: tile shapes that replace the triton backend's own.
+        """
         self.device = device
         self._tiles = {"decode": decode, "chunk": chunk, "tree": tree}
         self.random = np.random.default_rng(0)
@@ -172,7 +176,7 @@ class Bench:
         }
 
     def _tree(self, length: int) -> npt.NDArray[np.bool_]:
-        """A binary tree."""
+        """Make a binary tree."""
         tree = np.eye(length, dtype=np.bool_)
         for token in range(1, length):
             tree[token] |= tree[(token - 1) // 2]
@@ -181,18 +185,18 @@ class Bench:
     def _plan(
         self, backend: AttentionBackend, step: Step, batch: AttentionBatch
     ) -> tuple[PlannedAttention, Callable[[], None]] | None:
-        """A planned backend, and a function that plans it again."""
+        """Return a planned backend, and a function that plans it again."""
         rows = int(batch.lengths.sum())
         longest = max(32768, int((batch.starts + batch.lengths).max()))
         graph, arguments = None, ()
         if step.graph == "decode":
-            graph = backend.decode_graph(rows, longest)
+            graph = backend.make_decode_graph(rows, longest)
             arguments = (batch.starts, batch.pages)
         elif step.graph == "verify":
-            graph = backend.verify_graph(rows, longest)
+            graph = backend.make_verify_graph(rows, longest)
             arguments = (batch.starts, batch.lengths, batch.pages, batch.trees)
         elif step.graph == "draft":
-            graph = backend.draft_graph(rows, longest)
+            graph = backend.make_draft_graph(rows, longest)
             if graph is None:
                 return None
             arguments = (batch.starts + 1, batch.pages)
@@ -206,13 +210,13 @@ class Bench:
         def plan() -> None:
             planned.plan(*arguments)
             if step.graph == "draft":
-                planned.locate()
+                planned.locate_slots()
 
         plan()
         return planned, plan
 
     def _time(self, planned: PlannedAttention, layers: int, tokens: int) -> float:
-        """Median seconds of one layer."""
+        """Return the median seconds of one layer."""
         q, k, v = (
             torch.randn(tokens, heads, HEAD_DIM, dtype=torch.bfloat16, device=self.device)
             for heads in (HEADS, KV_HEADS, KV_HEADS)
@@ -235,7 +239,7 @@ class Bench:
 
 
 def tile_shape(text: str) -> TileShape:
-    from pd.kernels.attention.triton_backend import TileShape
+    from pd.kernels.attention.triton_kernels import TileShape
 
     return TileShape(*map(int, text.split(",")))
 

@@ -1,17 +1,18 @@
-"""Requests on two prefill and two decode nodes while requests are aborted and nodes are killed.
+"""Send requests to two prefill and two decode nodes while nodes are killed and requests aborted.
 
     python benchmarks/churn.py --output benchmarks/results/churn.json
     python benchmarks/churn.py --backend nvlink --devices cuda:0 --output FILE
 
-Twelve requests a second of a tiny random model, greedy and seeded, whose tokens are compared with
-those of one undisturbed node. Every second, one request is aborted, its client hangs up, or a node
-is killed (SIGKILL) and started again. `right` requests had all their tokens; `aborted` ones had the
-right tokens until they were aborted; `failed` ones got a proper error while a node was gone.
-`faults` are requests with any other end, a wrong token among them, and nodes that ended by
-themselves; `grown` processes hold more descriptors, threads or memory after the run than before. An
-outage lasts from a kill until all nodes serve again. Exit status 1 if there are faults, a process
-has grown, or there were fewer than `--kills` kills. One GPU is enough for `nvlink`: all nodes share
-it.
+Twelve requests per second go to a tiny random model, greedy and seeded. We compare their tokens
+with those of one undisturbed node. Every second a request is aborted, its client disconnects, or a
+node is killed (SIGKILL) and restarted.
+
+`right` requests had all their tokens. `aborted` ones had the right tokens until they were aborted,
+and `failed` ones got a proper error while a node was gone. `faults` are requests with any other
+end, such as a wrong token, and nodes that ended by themselves. `grown` processes hold more
+descriptors, threads or memory after the run than before. An outage lasts from a kill until all
+nodes serve again. The exit status is 1 if there are faults, if a process has grown, or if there
+were fewer than `--kills` kills. One GPU is enough for `nvlink`, because all nodes share it.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def main() -> int:
 
 
 def measure(args: argparse.Namespace) -> Outcome:
-    """One run."""
+    """Measure one run."""
     gpu = any(device.startswith("cuda") for device in args.devices)
     with tempfile.TemporaryDirectory() as directory:
         model = make_checkpoint("qwen3", Path(directory, "model"))

@@ -1,10 +1,9 @@
-"""Output tokens per second on a CPU: split, unified and transformers.generate, side by side.
+"""Compare output tokens per second on a CPU: split, unified and transformers.generate.
 
-16 concurrent requests of 128 random tokens, 128 greedy tokens each, a Llama shape of 30M parameters
-in float32. The nodes and the proxy are real processes, asked over HTTP; transformers runs a static
-batch of 16 on the same cores. Rounds of the three alternate, each with new prompts, so that noise
-of the machine hits all alike and no cache helps. The ratio to transformers is the median of the
-rounds' ratios.
+16 concurrent requests have 128 random tokens and 128 greedy tokens each, for a Llama shape of 30M
+parameters in float32. Nodes and proxy are real processes, asked over HTTP; transformers runs a
+static batch of 16 on the same cores. The three alternate in rounds with new prompts, so noise hits
+all alike and no cache helps. The ratio to transformers is the median of the rounds' ratios.
 
     python benchmarks/cpu_serving.py --output benchmarks/results/cpu_serving.json
 """
@@ -85,7 +84,7 @@ class Process:
 
 
 class Served:
-    """One deployment behind a proxy."""
+    """One deployment and its proxy."""
 
     def __init__(self, model: Path, *roles: str) -> None:
         self._processes: list[Process] = []
@@ -106,7 +105,7 @@ class Served:
             time.sleep(0.1)
 
     def run(self, prompts: list[list[int]], tokens: int) -> tuple[float, list[list[int]]]:
-        """Seconds for all prompts at once, and their output ids."""
+        """Send all prompts at once; returns the seconds and their output ids."""
 
         def ask(prompt: list[int]) -> list[int]:
             params = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
@@ -144,7 +143,7 @@ class Reference:
 
 
 def make_model(directory: Path) -> Path:
-    """A random checkpoint of the shape, with weights under which greedy text wanders."""
+    """Make a random checkpoint of the shape, with weights that let greedy text vary."""
     import torch
     import transformers
 
@@ -162,7 +161,7 @@ def make_model(directory: Path) -> Path:
 
 
 def measure(args: argparse.Namespace, model: Path) -> dict[str, list[float]]:
-    """Output tokens per second of each round."""
+    """Return output tokens per second of each round."""
     cores = len(os.sched_getaffinity(0))
     systems: dict[str, Any] = {
         "transformers": Reference(model, cores),
@@ -223,7 +222,7 @@ def main() -> int:
 
 
 def row(name: str, rates: list[float], reference: list[float]) -> dict[str, object]:
-    """Output tokens per second of one system."""
+    """Make a row with the output tokens per second of one system."""
     ratios = [ours / theirs for ours, theirs in zip(rates, reference, strict=True)]
     return {
         "system": name,

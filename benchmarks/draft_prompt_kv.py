@@ -1,19 +1,18 @@
-"""Where a draft model's KV of a prompt is computed best: by the prefill node or by the decode node.
+"""Compare two places to compute a draft model's KV of a prompt: prefill node and decode node.
 
     python benchmarks/draft_prompt_kv.py --output FILE
     python benchmarks/draft_prompt_kv.py --model llama-3.1-8b --draft llama-3.2-1b --device cuda
 
-Both ways are made of the same passes, which are measured here on one idle node, in turn. Figures
-are medians.
+Both ways consist of the same passes, which one idle node runs in turn. Figures are medians.
 
-- On the prefill node, every chunk of a prompt is computed by the model and then by the draft model
-  (`both_ms` instead of `prompt_ms`, longer by `delay_rate`). That delays the first token and takes
-  part of what the node can prefill. The draft model's planes travel with the pages, and a prompt's
-  KV grows by `added_bytes_rate`.
-- On the decode node, the draft model computes the prompt while another node computes the model's
-  KV. Nothing waits for it unless `catch_up_ms` is longer than `prompt_ms` (`catch_up_rate` is their
-  quotient). Sequences that decode there meanwhile are delayed in `pieces` steps: a step of `batch`
-  of them takes `step_beside_ms` with a piece of the prompt and `step_ms` without.
+- On the prefill node, the model and then the draft model compute every chunk of a prompt. That
+  takes `both_ms` instead of `prompt_ms` (`delay_rate`), delays the first token and uses part of
+  the node's capacity. The draft model's planes travel with the pages, so a prompt's KV grows by
+  `added_bytes_rate`.
+- On the decode node, the draft model computes the prompt while another node prefills it. Nothing
+  waits for it unless `catch_up_ms` exceeds `prompt_ms` (`catch_up_rate` is their ratio). Running
+  sequences are delayed in `pieces` steps: a step of `batch` sequences takes `step_beside_ms` with
+  a piece of the prompt and `step_ms` without.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ sys.path[:0] = [str(ROOT)]
 from pd.bench.report import write_report  # noqa: E402
 from pd.bench.shapes import SHAPES, model_directory  # noqa: E402
 from pd.core.config import NodeConfig  # noqa: E402
-from pd.engine.model_runner import ForwardItem  # noqa: E402
+from pd.engine.forward_item import ForwardItem  # noqa: E402
 from pd.engine.sampling_state import Draw  # noqa: E402
 from pd.launch import NodeServer  # noqa: E402
-from pd.models.config import find_checkpoint  # noqa: E402
-from pd.speculative.costs import greedy_state  # noqa: E402
+from pd.models.checkpoint import find_checkpoint  # noqa: E402
+from pd.speculative.costs import make_greedy_state  # noqa: E402
 from pd.speculative.draft_model import CATCH_UP_TOKENS, ModelDrafter  # noqa: E402
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ class Passes:
 
     @property
     def added_bytes(self) -> float:
-        """The share by which the draft model's KV of a token adds to the model's."""
+        """Return the size of the draft model's KV of a token as a share of the model's."""
         sizes = [
             sum(plane.buffer.nbytes for plane in runner.pool.planes) / runner.pool.num_pages
             for runner in (self.engine.runner, self.draft)
@@ -76,7 +75,7 @@ class Passes:
         return sizes[1] / sizes[0]
 
     def prompt(self, tokens: int, *, by_both: bool) -> None:
-        """A prompt in chunks, by the model, or each chunk by both."""
+        """Compute a prompt in chunks, with the model or with both models."""
         for start in range(0, tokens, self._chunk):
             stop = min(tokens, start + self._chunk)
             (item,) = self._items(1, start, stop)
@@ -86,14 +85,15 @@ class Passes:
         self._wait(logits, 1)
 
     def catch_up(self, tokens: int) -> None:
-        """A prompt in pieces, by the draft model."""
+        """Compute a prompt in pieces with the draft model."""
         for start in range(0, tokens, CATCH_UP_TOKENS):
             (item,) = self._items(1, start, min(tokens, start + CATCH_UP_TOKENS))
             logits = self.draft.forward([item])
         self._wait(logits, 1)
 
     def step(self, piece: int) -> None:
-        """A step of the batch, behind ``piece`` tokens of a prompt by the draft model."""
+        """Compute a step of the batch after the draft model has computed ``piece`` tokens of a
+        prompt."""
         if piece:
             self.draft.forward(self._items(1, STEP_CONTEXT, STEP_CONTEXT + piece))
         logits = self.engine.runner.forward(
@@ -102,7 +102,8 @@ class Passes:
         self._wait(logits, self._batch)
 
     def _items(self, count: int, start: int, stop: int) -> list[ForwardItem]:
-        """Tokens ``start`` to ``stop`` of so many sequences, in pages that nothing else uses."""
+        """Make works for tokens ``start`` to ``stop`` of so many sequences, in pages of their
+        own."""
         runner = self.engine.runner
         each = -(-stop // runner.pool.page_size)
         pages = np.arange(each * count, dtype=np.int32).reshape(count, each)
@@ -111,12 +112,12 @@ class Passes:
 
     def _wait(self, logits: Any, count: int) -> None:
         sampler = self.engine.sampler
-        draws = [Draw(greedy_state(self.engine))] * count
+        draws = [Draw(make_greedy_state(self.engine))] * count
         sampler.launch(logits, sampler.prepare(draws)).result()
 
 
 def measure(passes: Passes, prompts: list[int], rounds: int) -> list[dict[str, Any]]:
-    """Median milliseconds of every kind of pass, by the length of the prompt."""
+    """Return median milliseconds of every kind of pass, by the length of the prompt."""
     rows = []
     for tokens in prompts:
         piece = min(tokens, CATCH_UP_TOKENS)

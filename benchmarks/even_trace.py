@@ -1,11 +1,11 @@
-"""Writes a trace of equal requests at even intervals, none of which shares a prefix with another.
+"""Write a trace of equal requests at even intervals that share no prefixes.
 
     python benchmarks/even_trace.py --input 8000 --output 2 --every 0.16 --requests 100 p.jsonl
     python benchmarks/even_trace.py --input 128 --output 400 --every 0.08 --requests 200 d.jsonl
     python benchmarks/trace_layouts.py --trace p.jsonl --layouts elastic unified split …
 
-In the format of Mooncake's traces, which `benchmarks/trace_layouts.py` reads: for work that is
-nearly all prefill or nearly all decode.
+The format is that of Mooncake's traces, which `benchmarks/trace_layouts.py` reads. Use it for work
+that is nearly all prefill or nearly all decode.
 """
 
 from __future__ import annotations

@@ -1,18 +1,21 @@
-"""Kill nodes under load, and measure for how long streams pause.
+"""Kill nodes under load, and measure the pauses of streams.
 
     python benchmarks/failover.py --output FILE
 
-Two prefill nodes, two decode nodes and a proxy on this machine, with a small random model. Clients
-stream answers all the time and compare each token with what one node answered undisturbed; 503
-before an answer began (no node is there) is asked again and counted as `refused`. In `kills` a node
-is killed (SIGKILL) every so many seconds, but only when all are ready; in `many kills` whether they
-are or not; killed nodes are started again at once. In `restarts` every node in turn is sent SIGTERM
-and started again when it has ended, five times over. In `cut links`, for which this must run as
-root, a prefill and a decode node are on another host, a network namespace, whose link to all others
-is cut for ten seconds, again and again. `answers` says how long whole answers took, `moved` counts
-those that went on elsewhere, `pause` is how long they had no token, from the proxy's `failovers`,
-and `prefill` how long prompts as long as their texts took in the same deployment afterwards,
-uncached, until token 1. Exit status 1 if any answer was wrong or failed.
+Two prefill nodes, two decode nodes and a proxy serve a small random model on this machine. Clients
+stream answers continuously and compare each token with the answer of one undisturbed node. If a
+request gets a 503 before its answer begins, its client repeats it, and it counts as `refused`.
+
+- `kills`: a node is killed (SIGKILL) at intervals, but only while all are ready.
+- `many kills`: the same, whether or not all are ready. Killed nodes restart at once.
+- `restarts`: every node in turn gets SIGTERM and restarts when it has ended, five times over.
+- `cut links` (as root): a prefill and a decode node are on another host, a network namespace, whose
+  link is cut for ten seconds, again and again.
+
+`answers` is the time of whole answers. `moved` counts answers that failed over, and `pause` is how
+long these had no token, from the proxy's `failovers`. `prefill` is the time to token 1 of uncached
+prompts as long as their texts, measured in the same deployment afterwards. The exit status is 1 if
+an answer was wrong or failed.
 """
 
 from __future__ import annotations
@@ -200,7 +203,7 @@ def prefill_seconds(url: str, lengths: list[int], rng: random.Random) -> list[fl
 def measure(
     phase: str, model: Path, cases: list[Case], args: argparse.Namespace, rng: random.Random
 ) -> dict[str, object]:
-    """One phase in a deployment of its own."""
+    """Run one phase in its own deployment."""
     flags = ["--policy", "round_robin", "--max-failovers", str(MAX_FAILOVERS[phase])]
     # With many kills no two nodes may be ready for as long as several starts take.
     flags += ["--failover-wait", "300"]
@@ -250,7 +253,7 @@ def measure(
 
 @contextlib.contextmanager
 def under_load(url: str, cases: list[Case], clients: int, rng: random.Random) -> Iterator[Load]:
-    """Clients that ask all the time."""
+    """Keep clients asking all the time."""
     load = Load(url, cases, clients, rng)
     try:
         time.sleep(2.0)

@@ -1,14 +1,15 @@
-"""How often the rest of an answer differs after a failover, beside what another batch changes.
+"""Measure how often an answer continues differently after a failover, and in another batch.
 
     python benchmarks/failover_divergence.py --output FILE
 
-One unified node with dummy weights. Every request is answered undisturbed, all at once. Then each
-is asked again: in `other batch` a few at a time, in `failover` all at once with the first tokens of
-the undisturbed answer behind the prompt, as the proxy sends them to other nodes, with nothing
-cached: the KV of these tokens then comes from a prefill instead of single steps. `diverged` is the
-share of answers that differ from the undisturbed one, and `agree` how many tokens the two have in
-common until they do, of those that were computed again. In float32 nothing may differ (exit status
-1). A trained model is surer of its tokens than random weights are, so that it diverges less often.
+One unified node with dummy weights answers every request undisturbed, all at once. Then we ask
+again. In `other batch` only a few requests run at a time. In `failover` all run at once, and the
+first tokens of the undisturbed answer follow the prompt, as the proxy sends them to another node.
+Nothing is cached, so KV of these tokens comes from a prefill instead of single steps.
+
+`diverged` is the share of answers that differ from the undisturbed one. `agree` is the number of
+newly computed tokens before the first difference. In float32 nothing may differ (exit status 1). A
+trained model is surer of its tokens than random weights, so it diverges less often.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Asker:
         self._sampling = SAMPLINGS[sampling]
 
     def ask(self, at_once: int, produced: Answers | None = None) -> Answers:
-        """All answers, with so many requests under way at once and nothing cached."""
+        """Return all answers, with at most so many requests at a time and nothing cached."""
         found: Answers = []
         for first in range(0, len(self._prompts), at_once):
             self._cluster.wait_idle(60)
@@ -69,7 +70,7 @@ class Asker:
 
 
 def compare(right: Answers, found: Answers, known: int) -> dict[str, object]:
-    """How answers differ behind their first ``known`` tokens."""
+    """Compare answers after their first ``known`` tokens."""
     agree = []
     for one, other in zip(right, found, strict=True):
         assert len(one) == len(other)

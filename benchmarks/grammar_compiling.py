@@ -1,12 +1,12 @@
-"""How long a request waits for a grammar that its node has not seen.
+"""Measure how long a request waits for a grammar that is new to its node.
 
-Schemas have 20 properties of mixed types and names of their own; in `bounded` ones, strings have a
-`maxLength` of 10, 20, 50 or 100, one property in ten on average. In `calls` such a schema is that
-of a function's parameters, in the structural tag of a call that has to come. "first" is the first
-grammar of a node, with the start of the process that compiles; "new" is the median over many
-others, of which the first ten are left out, since a process remembers parts that schemas have in
-common. "process MB" is the memory of a process that compiles before its first grammar and after the
-last. The vocabulary of 131,072 tokens is learned from the sources of installed Python packages.
+Schemas have 20 properties of mixed types and their own names. In `bounded` ones, one property in
+ten on average is a string with a `maxLength` of 10, 20, 50 or 100. In `calls` the schema is that of
+a function's parameters, in the structural tag of a required call. "first" is the first grammar of a
+node, including the start of the compiling process. "new" is the median over many others, without
+the first ten, because a process remembers parts that schemas have in common. "process MB" is the
+memory of a compiling process before its first grammar and after its last. The vocabulary of 131,072
+tokens is learned from the sources of installed Python packages.
 
     python benchmarks/grammar_compiling.py --output benchmarks/results/grammar_compiling.json
 """
@@ -30,12 +30,12 @@ from pd.bench.report import write_report
 from pd.core.errors import PDError
 from pd.core.grammar import Grammar
 from pd.embedded import EMBEDDED_MODEL
-from pd.grammar.child import Vocabulary
+from pd.grammar.compile_jobs import Vocabulary
 from pd.grammar.compiler import CompileLimits
 from pd.grammar.grammars import MAX_COMPILED_BYTES, Grammars
-from pd.proxy.tools.definitions import Function
-from pd.proxy.tools.families import HERMES
-from pd.proxy.tools.tags import grammar_of
+from pd.proxy.text.tools.families import HERMES
+from pd.proxy.text.tools.functions import Function
+from pd.proxy.text.tools.tags import make_grammar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def measure(vocabulary: Vocabulary, schemas: str, count: int) -> dict[str, Any]:
-    """One row."""
+    """Measure one row."""
     rng = random.Random(7)
     grammars = Grammars(vocabulary, LIMITS, 1 << 28)
     try:
@@ -89,17 +89,17 @@ def measure(vocabulary: Vocabulary, schemas: str, count: int) -> dict[str, Any]:
 
 
 def seconds(grammars: Grammars, grammar: Grammar) -> float:
-    """How long it takes until a grammar can be used."""
+    """Measure the time until a grammar can be used."""
     found: queue.Queue[object] = queue.Queue()
     began = time.monotonic()
-    grammars.want(grammar, found.put)
+    grammars.request_rules(grammar, found.put)
     answer = found.get(timeout=120)
     assert not isinstance(answer, PDError), answer
     return time.monotonic() - began
 
 
 def resident(grammars: Grammars) -> int:
-    """Memory of the largest process that compiles."""
+    """Read the memory of the largest compiling process."""
     sizes = []
     for compiler in grammars._compilers:
         child = compiler._child
@@ -137,7 +137,7 @@ def instance(schema: dict[str, Any]) -> Grammar:
 
 def call(schema: dict[str, Any]) -> Grammar:
     functions = [Function("function", schema, strict=True)]
-    return grammar_of(HERMES.form.calls(functions, several=True), "tools")
+    return make_grammar(HERMES.form.make_calls(functions, several=True), "tools")
 
 
 KINDS: dict[str, Callable[[dict[str, Any]], Grammar]] = {

@@ -1,11 +1,11 @@
-"""What becomes of the JSON Schema test suite (draft 2020-12, without its optional tests).
+"""Run the JSON Schema test suite (draft 2020-12, without its optional tests).
 
-Every schema is refused by name, or compiled as a node does it, and then asked about the suite's
-instances. They are written as output is: with the separators of our JSON, properties in the
-schema's order, and whole numbers without a fraction. "unnamed" counts valid instances that are not
-accepted because they have properties which the schema neither names nor allows in words
-(`additionalProperties`): those are left out of output on purpose. `format` is asserted here, so
-schemas of the suite that take it for an annotation are refused.
+We refuse every schema by name, or compile it as a node does and then check the suite's instances.
+Instances are written like output: with the separators of our JSON, properties in the schema's
+order, and integers without a fraction. "unnamed" counts valid instances that are rejected because
+they have properties that the schema neither names nor explicitly allows (`additionalProperties`).
+Output never has such properties, on purpose. `format` is asserted here, so schemas of the suite
+that treat it as an annotation are refused.
 
     python benchmarks/json_schema_suite.py --output benchmarks/results/json_schema_suite.json
 """
@@ -24,9 +24,9 @@ import jsonschema
 import xgrammar
 
 from pd.bench.report import write_report
-from pd.core.json_schemas import subschemas
-from pd.grammar.xgrammar_library import Compiler, allows
-from pd.proxy.json_schemas import what_is_not_enforced
+from pd.grammar.xgrammar_library import Compiler, accepts_text
+from pd.structured.schema_check import find_unenforced
+from pd.structured.schema_walk import walk_schemas
 
 ROOT = Path(__file__).resolve().parent.parent
 SUITE = ROOT / "tests" / "grammar" / "json_schema_suite"
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def ask() -> tuple[list[dict[str, Any]], list[str]]:
-    """Counts by file and their sums, and what did not come out as the suite says."""
+    """Run the suite; returns counts by file, their sums, and all deviations from the suite."""
     tokens = [bytes([byte]) for byte in range(256)] + [b"</s>"]
     info = xgrammar.TokenizerInfo(tokens, vocab_size=257, stop_token_ids=[256])
     rows, complaints = [], []
@@ -67,22 +67,22 @@ def ask() -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def ask_group(group: dict[str, Any], info: Any, counts: Counter[str]) -> list[str]:
-    """Count what becomes of one schema; what is wrong with it."""
+    """Count the results of one schema; returns its deviations."""
     schema = group["schema"]
     counts["schemas"] += 1
-    if what_is_not_enforced(schema) is not None:
+    if find_unenforced(schema) is not None:
         counts["refused"] += 1
         return []
     counts["supported"] += 1
     try:
-        compiled = Compiler(info).compile("json_schema", json.dumps(schema))
+        compiled = Compiler(info).compile_text("json_schema", json.dumps(schema))
     except ValueError as error:
         return [f"{json.dumps(schema)} does not compile: {error}"]
     counts["compiled"] += 1
     complaints = []
     for test in group["tests"]:
         text = json.dumps(written(test["data"], schema), ensure_ascii=False)
-        accepted = allows(compiled, text)
+        accepted = accepts_text(compiled, text)
         counts["valid" if test["valid"] else "invalid"] += 1
         if accepted:
             counts["accepted" if test["valid"] else "invalid_accepted"] += 1
@@ -96,7 +96,7 @@ def ask_group(group: dict[str, Any], info: Any, counts: Counter[str]) -> list[st
 
 
 def written(value: Any, schema: Any) -> Any:
-    """An instance as output writes it."""
+    """Write an instance as output writes it."""
     if isinstance(value, float) and value.is_integer() and abs(value) <= _MAX_WHOLE:
         return int(value)
     if isinstance(value, list):
@@ -109,9 +109,9 @@ def written(value: Any, schema: Any) -> Any:
 
 
 def names(schema: Any) -> list[str]:
-    """Names of properties in the order in which a schema has them, anywhere in it."""
+    """List property names in the schema's order, from all its depths."""
     found: list[str] = []
-    for _, part in subschemas(schema):
+    for _, part in walk_schemas(schema):
         if not isinstance(part, dict):
             continue
         found += part.get("properties", {})
@@ -122,9 +122,10 @@ def names(schema: Any) -> list[str]:
 
 
 def has_unnamed(schema: Any, value: Any) -> bool:
-    """Whether an instance is only valid because it may have properties that are not named."""
+    """Return whether an instance is valid only because it may have properties without a name in the
+    schema."""
     closed = copy.deepcopy(schema)
-    for _, part in subschemas(closed):
+    for _, part in walk_schemas(closed):
         if isinstance(part, dict) and part.get("properties"):
             part.setdefault("additionalProperties", False)
     return not jsonschema.Draft202012Validator(closed).is_valid(value)

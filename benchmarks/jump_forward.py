@@ -1,11 +1,11 @@
-"""Forward passes of a document under a JSON schema, with jump-forward and without.
+"""Count the forward passes of documents under a JSON schema, with jump-forward and without.
 
     python benchmarks/jump_forward.py [--devices cuda:0 cuda:1] --output FILE [-- FLAGS]
 
-The embedded model writes documents at temperature 1 through a proxy, a prefill node and a decode
-node, which are real processes, one document at a time. Passes are those of the decode node, which
-computes every token but the first. A model of this size writes little sense, but the schema's names
-and punctuation, which are forced, are the same for any model. Flags after `--` go to both nodes.
+The embedded model writes one document at a time at temperature 1. Proxy, prefill node and decode
+node are real processes. Passes are the decode node's, which computes every token but the first. A
+model of this size writes little sense, but the schema forces the same names and punctuation on any
+model. Flags after `--` go to both nodes.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> int:
 def measure(
     proxy: str, decode: str, name: str, properties: dict[str, Any], documents: int
 ) -> dict[str, Any]:
-    """Means over the documents of one schema."""
+    """Return means over the documents of one schema."""
     schema = {
         "type": "object",
         "properties": properties,

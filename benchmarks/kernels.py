@@ -1,13 +1,12 @@
-"""Speed of the fused kernels beside their torch references, on one GPU.
+"""Compare the fused kernels with their torch references on one GPU.
 
     python benchmarks/kernels.py [--only NAME] [--output FILE]
 
-Each figure is the device time of one call inside a CUDA graph of many calls, each with weights or
-activations of its own, so that nothing is found in the L2 cache by accident. Bytes are the least
-that must be moved. ``layer`` is a decoder layer of Llama-3.1-8B without attention: norm, qkv,
-rotation and store, output, norm, gate and up, down; its reference is the same in torch.
-``prompts`` are bound by operations, and come as one kernel (on Hopper GPUs) and as cuBLAS's product
-with SiLU·mul after it.
+Each figure is the device time of one call inside a CUDA graph of many calls. Each call has its own
+weights or activations, so nothing is found in the L2 cache by accident. Bytes are the minimum to
+move. ``layer`` is a decoder layer of Llama-3.1-8B without attention: norm, qkv, rotation and store,
+output, norm, gate and up, down; its reference is the same in torch. ``prompts`` are bound by
+operations. They come as one kernel (on Hopper GPUs) and as cuBLAS's product followed by SiLU·mul.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from pd.bench.report import ROOT, write_report
 from pd.kernels import dispatch
 from pd.kernels.activation import silu_and_mul
 from pd.kernels.linear import gate_up_silu, linear
-from pd.kernels.moe import moe_mlp, route
+from pd.kernels.moe import moe_mlp, route_tokens
 from pd.kernels.norm import add_rms_norm, rms_norm
-from pd.kernels.rope import inverse_frequencies, rotate_and_store, rotations
+from pd.kernels.rope import compute_rotations, inverse_frequencies, rotate_and_store
 from pd.kernels.sampling import sample_rows
 
 if TYPE_CHECKING:
@@ -47,10 +46,10 @@ class Case:
     """One kernel at one size.
 
     Attributes:
-        num_bytes: read and written by one call.
+        num_bytes: bytes read and written by one call.
         calls: work on distinct memory, to be called in turn.
-        operations: of one call's matrix product, where these are what it is bound by.
-        has_reference: False where torch would have to wait for the GPU, or another case has it.
+        operations: operations of one call's matrix product, if it is bound by them.
+        has_reference: False if torch would wait for the GPU, or if another case has it.
     """
 
     kernel: str
@@ -62,17 +61,17 @@ class Case:
 
 
 def draw(*shape: int, scale: float = 1.0) -> torch.Tensor:
-    """bfloat16 noise."""
+    """Draw bfloat16 noise."""
     return torch.empty(shape, dtype=torch.bfloat16, device=DEVICE).normal_(0, scale)
 
 
 def repeats(num_bytes: int, most: int = 64) -> int:
-    """Number of distinct copies that are made of ``num_bytes`` of memory."""
+    """Return how many distinct copies of ``num_bytes`` of memory to make."""
     return max(2, min(most, DISTINCT_BYTES // num_bytes))
 
 
 def microseconds(calls: list[Callable[[], Any]]) -> float:
-    """Device time of one call: the median of seven replays of a graph of all."""
+    """Measure the device time of one call: the median of seven replays of a graph of all calls."""
     for call in calls[:2]:
         call()
     torch.cuda.synchronize(DEVICE)
@@ -118,7 +117,7 @@ def ropes() -> Iterator[Case]:
     keys, values = (draw(16384, KV_HEADS, HEAD_DIM) for _ in range(2))
     weight = torch.ones(HEAD_DIM, dtype=torch.bfloat16, device=DEVICE)
     for rows in (1, 64, 8192):
-        cos_sin = rotations(torch.arange(rows, device=DEVICE), frequencies)
+        cos_sin = compute_rotations(torch.arange(rows, device=DEVICE), frequencies)
         slots = torch.randperm(16384, device=DEVICE)[:rows]
         size = 2 * rows * HEAD_DIM * (2 * HEADS + 4 * KV_HEADS) + 4 * rows * HEAD_DIM
         some = [draw(rows, HEADS + 2 * KV_HEADS, HEAD_DIM) for _ in range(repeats(size, 16))]
@@ -168,7 +167,7 @@ def prompts() -> Iterator[Case]:
 
 
 def mixtures() -> Iterator[Case]:
-    """Mixtures of experts of Qwen3-30B-A3B, four of its 48 layers."""
+    """Make mixtures of experts of Qwen3-30B-A3B, for four of its 48 layers."""
     experts, hidden, size, top_k = 128, 2048, 768, 8
     layers = [
         (draw(experts, 2 * size, hidden, scale=0.02), draw(experts, hidden, size, scale=0.03))
@@ -176,9 +175,9 @@ def mixtures() -> Iterator[Case]:
     ]
     for tokens in (1, 16, 64, 256, 4096):
         x, logits = draw(tokens, hidden), draw(tokens, experts)
-        used = len(route(logits, top_k, True)[1].unique())
+        used = len(route_tokens(logits, top_k, True)[1].unique())
         calls = [
-            lambda x=x, m=logits, g=g, d=d: moe_mlp(x, *route(m, top_k, True), g, d)
+            lambda x=x, m=logits, g=g, d=d: moe_mlp(x, *route_tokens(m, top_k, True), g, d)
             for g, d in layers
         ]
         moved = used * 3 * size * hidden * 2 + 4 * tokens * hidden
@@ -231,7 +230,11 @@ class Layer:
         pool: torch.Tensor,
         slots: torch.Tensor,
     ) -> torch.Tensor:
-        """``before``: what the layer below adds to the residual; returns what this one does."""
+        """Run the layer; returns its contribution to the residual.
+
+        Args:
+            before: contribution of the layer below.
+        """
         x = add_rms_norm(residual, before, self.norms[0], 1e-5)
         qkv = linear(x, self.qkv).view(len(x), -1, HEAD_DIM)
         q, _, _ = rotate_and_store(qkv, HEADS, KV_HEADS, cos_sin, pool[0], pool[1], slots)
@@ -248,7 +251,7 @@ def layers() -> Iterator[Case]:
     for rows in (1, 2, 4, 8, 16, 32, 64):
         residual, before = draw(rows, HIDDEN), draw(rows, HIDDEN, scale=0.01)
         slots = torch.arange(rows, device=DEVICE)
-        cos_sin = rotations(slots + 1000, frequencies)
+        cos_sin = compute_rotations(slots + 1000, frequencies)
         calls = [
             lambda each=each, r=residual, b=before, c=cos_sin, s=slots: each.run(r, b, c, pool, s)
             for each in stack
@@ -269,7 +272,7 @@ KERNELS = {
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """One row of results."""
+    """Measure one row of results."""
     us = microseconds(case.calls)
     reference = None
     if case.has_reference:

@@ -1,13 +1,13 @@
-"""Speed of the KV copy kernel over grid sizes, tiles and warps, and of a copy engine over runs.
+"""Compare launch shapes of the KV copy kernel, and a copy engine on runs of slots.
 
     python benchmarks/kv_copy.py --output FILE
     python benchmarks/kv_copy.py --work runs --output benchmarks/results/kv_copy_gpu.json
 
-Copies 8,192 tokens between pools of Llama-3.1-8B's KV shape (1 GiB), pages of 16 tokens scattered
-on both sides, from the first GPU to the second (on a machine of one GPU: within it), and gathers
-and scatters them locally. Beside each figure stands the plain copy of as many bytes. Also: the same
-for rows of few bytes. `runs` has the same pages in runs of several, for the kernel as the nvlink
-backend launches it and for a copy engine.
+We copy 8,192 tokens between pools of Llama-3.1-8B's KV shape (1 GiB), from the first GPU to the
+second (or within one), and gather and scatter them locally. Pages of 16 tokens are scattered on
+both sides. The plain copy of as many bytes is the ceiling of each figure. Rows of few bytes are
+measured, too. `runs` puts the same pages into longer runs, for the kernel as the nvlink backend
+launches it and for a copy engine.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Case:
         self.peer[0, 0, :1].copy_(self.pool[0, 0, :1])
 
     def lay(self, pages: int) -> None:
-        """Scatter the tokens anew, in runs of so many pages, on both sides."""
+        """Scatter the tokens again on both sides, in runs of so many pages."""
         self.slots, self.peer_slots = self._runs(pages * PAGE), self._runs(pages * PAGE)
 
     def _runs(self, run: int) -> torch.Tensor:
@@ -101,16 +101,16 @@ class Case:
         copy_rows(source, target, self.tokens, slabs, self.row, self.pool.device, shape)
 
     def plain(self) -> None:
-        """The ceiling of a push: as many bytes that lie together."""
+        """Copy as many adjacent bytes: the ceiling of a push."""
         half = self.pool.view(-1)[: self.num_bytes // 2]
         self.peer.view(-1)[: self.num_bytes // 2].copy_(half)
 
     def plain_local(self) -> None:
-        """The ceiling of a gather."""
+        """Copy locally: the ceiling of a gather."""
         self.packed.copy_(self.pool.view(-1).view(torch.uint8)[: self.num_bytes])
 
     def check(self) -> None:
-        """Raise unless the peer's pool holds what was pushed last and nothing else."""
+        """Raise unless the peer's pool holds exactly the last push."""
         expected = torch.zeros_like(self.peer)
         rows = self.pool.index_select(2, self.slots).to(expected.device)
         expected.index_copy_(2, self.peer_slots.long().to(expected.device), rows)
@@ -120,8 +120,8 @@ class Case:
 
 
 def seconds(work: Callable[[], Any], device: torch.device, calls: int = 8) -> float:
-    """Device time of one call, the median of three times ``calls`` in a row, so that the time of
-    the launches themselves does not count."""
+    """Measure the device time of one call: the median of three times ``calls`` in a row, so that
+    launches do not count."""
     work()
     times = []
     for _ in range(3):
@@ -136,7 +136,7 @@ def seconds(work: Callable[[], Any], device: torch.device, calls: int = 8) -> fl
 
 
 def sweep(case: Case, what: str, device: torch.device) -> list[dict[str, Any]]:
-    """Every launch shape for one of push, gather, scatter; prints a table."""
+    """Try every launch shape for push, gather or scatter, and print a table."""
     ceiling = case.plain if what == "push" else case.plain_local
     ceiling_gb_s = case.num_bytes / seconds(ceiling, device) / 1e9
     rows = []
@@ -171,7 +171,7 @@ def sweep(case: Case, what: str, device: torch.device) -> list[dict[str, Any]]:
 
 
 def runs(case: Case, device: torch.device) -> list[dict[str, Any]]:
-    """The kernel and a copy engine, for pages in runs of several; prints a table."""
+    """Compare the kernel with a copy engine for pages in runs, and print a table."""
     engine = CopyEngine(case.pool)
     ceiling_gb_s = case.num_bytes / seconds(case.plain, device) / 1e9
     print(f"{case.name} runs: plain copy {ceiling_gb_s:.0f} GB/s")
@@ -180,11 +180,11 @@ def runs(case: Case, device: torch.device) -> list[dict[str, Any]]:
     for pages in RUNS:
         case.lay(pages)
         slots = torch.stack((case.slots, case.peer_slots)).cpu().numpy()
-        found = SlotRuns(slots).within(0, case.tokens)
+        found = SlotRuns(slots).find_runs(0, case.tokens)
         peer, stream = case.peer.data_ptr(), torch.cuda.current_stream(device).cuda_stream
 
         def by_engine(found: list[SlotRun] = found, peer: int = peer, stream: int = stream) -> None:
-            engine.copy(found, peer, case.peer.shape[2], 0, case.layers, stream)
+            engine.copy_runs(found, peer, case.peer.shape[2], 0, case.layers, stream)
 
         rates = []
         for work in (lambda: case.push(PEER_SHAPE), by_engine):

@@ -1,7 +1,7 @@
-"""A model directory with a vocabulary as large as real ones, without a download.
+"""Make a model directory with a vocabulary of realistic size, without a download.
 
-The byte-level tokenizer is learned from the sources of the installed Python packages; `config.json`
-is that of a shape that `pd-bench engine` knows, to be served with `--load-format dummy`:
+The byte-level tokenizer is learned from the sources of installed Python packages. `config.json` is
+that of a shape known to `pd-bench engine`; serve it with `--load-format dummy`:
 
     python benchmarks/large_vocabulary.py /tmp/large --shape llama-3.1-8b
     pd-bench engine --model /tmp/large --load-format dummy --work sampled:64 schema:64

@@ -1,15 +1,15 @@
-"""How fast NIXL writes blocks of some size, which decides what the nixl backend gives it.
+"""Measure how fast NIXL writes blocks of different sizes, by which its backend chooses blocks.
 
     python benchmarks/nixl_blocks.py --output benchmarks/results/nixl_blocks_cpu.json
-    python benchmarks/nixl_blocks.py --device cuda:0,cuda:1 \
+    python benchmarks/nixl_blocks.py --device cuda:0,cuda:1 \\
         --output benchmarks/results/nixl_blocks_gpu.json
 
-One process writes into the memory of another, both scattered, as it would without staging: KV of
-Llama-3.1-8B (8 KV heads of 128, bf16, 32 layers) in pages of 16 tokens gives it blocks of 32 KiB if
-the pool is layer by layer, of 2 MiB if all layers of a page lie together (of 128 KiB with pages of
-one token), and of a slot's size if it is gathered first. `prepare` is what the library takes to be
-told of the blocks, which each room has to do, since its pages are its own; GB/s count both, `write`
-the writing alone.
+One process writes scattered blocks into another's memory, as it would without staging. KV is that
+of Llama-3.1-8B (8 KV heads of 128, bf16, 32 layers) in pages of 16 tokens. A pool ordered by layer
+gives blocks of 32 KiB. If all layers of a page are adjacent, blocks have 2 MiB (128 KiB with pages
+of one token). If KV is gathered first, a block fills a slot. `prepare` is the time to describe the
+blocks to the library, which each room needs for its own pages. `write` is the writing alone, and
+GB/s count both.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class Agent:
         del self.nixl
 
     def blocks(self, place: tuple[int, int], kind: str, size: int, rng: Any) -> Any:
-        """All blocks of the remote memory, in random order."""
+        """List all blocks of the remote memory in random order."""
         address, index = place
         offsets = rng.permutation(self.memory.numel() // size) * size
         return self.nixl.get_xfer_descs([(address + int(o), size, index) for o in offsets], kind)
 
 
 def target(device: str, num_bytes: int, pipe: Connection) -> None:
-    """Receiving process: names its memory, and reports the end of each write."""
+    """Run the receiving process: name its memory, and report the end of each write."""
     agent = Agent("D", device, num_bytes)
     pipe.send((agent.nixl.get_agent_metadata(), agent.place, agent.kind))
     while pipe.recv() is not None:
@@ -115,7 +115,8 @@ def measure(args: argparse.Namespace, num_bytes: int, pipe: Connection) -> list[
 def once(
     agent: Agent, peer: tuple[str, tuple[int, int], str], size: int, rng: Any, pipe: Connection
 ) -> tuple[float, float]:
-    """Seconds of telling the library, and of the write until the library says that it is over."""
+    """Return the seconds to describe the blocks, and the seconds of the write by the library's
+    report."""
     name, place, kind = peer
     pipe.send(size)
     pipe.recv()

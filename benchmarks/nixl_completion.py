@@ -1,19 +1,18 @@
-"""How a decode node may learn that a write of NIXL has arrived, and what each way takes.
+"""Compare ways in which a decode node can learn that a write of NIXL has arrived.
 
     python benchmarks/nixl_completion.py --output benchmarks/results/nixl_completion.json
 
-Two processes, host memory, both ends of the write driven by UCX over shared memory. Ways:
+There are two processes with host memory, and UCX drives both ends over shared memory:
 
-- ``note``: P looks until its write is over and sends a byte over a socket, on which D sleeps (but
-  for the first write, whose connection UCX cannot make without D's calls): what the nixl backend
-  does;
-- ``notification, polled``: P attaches NIXL's notification to the write, D asks for notifications
-  at most 5,000 times a second;
-- ``notification, thread``: likewise, with NIXL's progress thread at both ends.
+- ``note``: P waits until its write is over and sends a byte over a socket, on which D sleeps. This
+  is the nixl backend's way. Only for the first write D must call UCX, which connects then.
+- ``notification, polled``: P attaches NIXL's notification to the write, and D asks for
+  notifications at most 5,000 times a second.
+- ``notification, thread``: the same, with NIXL's progress thread at both ends.
 
-`idle_core` is the share of a core that D's process takes while nothing comes, `told_us` the median
-time from the begin of a write of 64 KiB until D knows of it, `gb_s` the rate of writes of 4 MiB,
-each known to D before the next begins.
+`idle_core` is the share of a core that D's process takes while nothing arrives. `told_us` is the
+median time from the start of a write of 64 KiB until D knows about it. `gb_s` is the rate of writes
+of 4 MiB, each known to D before the next begins.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class Agent:
 
 
 def target(way: str, pipe: Connection, notes: socket.socket) -> None:
-    """Decode side: reports what being idle took, then when it noticed each write."""
+    """Run the decode side: report its cost while idle, then when it noticed each write."""
     agent = Agent("D", way)
     pipe.send((agent.nixl.get_agent_metadata(), agent.address))
 
@@ -122,7 +121,7 @@ def measure(way: str, count: int, pipe: Connection, notes: socket.socket) -> dic
         return known - begun
 
     def writes(size: int) -> float:
-        """Median of ``count``, after one that makes the connection."""
+        """Return the median of ``count`` writes, after one that connects."""
         pipe.send(count + 1)
         return median([write(size) for _ in range(count + 1)][1:])
 

@@ -1,11 +1,12 @@
-"""How often a proxy knows exactly how many tokens of a prompt a node has cached.
+"""Measure how often a proxy knows exactly how much of a prompt a node has cached.
 
     python benchmarks/prefix_predictions.py --output FILE
 
-A node's prefix cache is asked by two proxies with conversations of their own, more than its pool
-holds. `reports` is the share of one proxy's prompts of which as many tokens were cached as it
-expected by the insertions and evictions that the node reports, `guess` by what it has sent there
-itself, as of nodes that report nothing. `cached` is the share of prompt tokens that were cached.
+Two proxies send conversations of their own to a node's prefix cache, together more than its pool
+holds. `reports` is the share of one proxy's prompts with exactly the expected number of cached
+tokens, if the node reports insertions and evictions. `guess` is the same if the proxy knows only
+its own requests, as with nodes that report nothing. `cached` is the share of prompt tokens that
+were cached.
 """
 
 from __future__ import annotations

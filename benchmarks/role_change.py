@@ -1,13 +1,12 @@
-"""Streams of two elastic nodes while the nodes change their roles, again and again.
+"""Stream from two elastic nodes while they change roles, again and again.
 
     python benchmarks/role_change.py --output FILE
 
-Clients ask for turns of conversations, one after the other. Every few seconds both nodes are told
-the other role (`POST /workers/{id}`). Gaps between tokens are `after a change` if they begin at
-most a second later, and else `otherwise`, and so are requests; `failed` are those without all of
-their tokens, and `cached` is the share of their prompt tokens that came from a prefix cache. The
-first part runs without any change. All processes share a CPU's cores, which is what most long gaps
-come from.
+Clients ask for turns of conversations, one after the other. Every few seconds both nodes get the
+other role (`POST /workers/{id}`). Gaps between tokens, and requests, are `after a change` if they
+begin within a second after it, and `otherwise` if not. `failed` requests lack tokens. `cached` is
+the share of prompt tokens from a prefix cache. The first part runs without changes. All processes
+share the CPU's cores, which causes most of the long gaps.
 """
 
 from __future__ import annotations
@@ -93,7 +92,11 @@ class Client(threading.Thread):
 
 
 def row(part: str, gaps: list[float], turns: list[Turn]) -> dict[str, object]:
-    """One line of the report. ``gaps``: seconds."""
+    """Make one line of the report.
+
+    Args:
+        gaps: seconds between tokens.
+    """
     if not gaps or not turns:
         raise SystemExit(f"no token came in the part {part!r}: run for longer")
     p50, p99 = np.percentile(gaps, [50, 99]) * 1e3
@@ -112,7 +115,7 @@ def row(part: str, gaps: list[float], turns: list[Turn]) -> dict[str, object]:
 
 
 def is_near(moments: list[float], start: float, stop: float) -> bool:
-    """Whether this time is that of a change of roles, or begins soon after one."""
+    """Return whether this time is that of a change of roles, or starts soon after one."""
     return any(start <= at + NEAR_SECONDS and stop >= at for at in moments)
 
 

@@ -1,14 +1,13 @@
-"""What the sending of KV costs the forward pass that computes it.
+"""Measure how much sending KV slows the forward pass that computes it.
 
     python benchmarks/sending.py --output benchmarks/results/sending_gpu.json
 
-A prompt of 32,768 tokens goes through Llama-3.1-8B with dummy weights in chunks of 8,192 on the
-first GPU, each time after a rest, while KV is stored into memory of the second one in the ways of
-the nvlink backend: by a copy engine, the pages being adjacent, or by the kernel, the pages being
-scattered. When it is stored takes turns in random order: never; every group of layers when it is
-computed, all of it or one token; all at the end of each chunk; and late, as the backend does
-(``Sender.flops_per_byte``). Beside the pass stand what is left to store when it ends, and the clock
-and the power of the first GPU.
+A prompt of 32,768 tokens goes through Llama-3.1-8B with dummy weights on the first GPU, in chunks
+of 8,192 and each time after a rest. Meanwhile KV is stored into the second GPU's memory as the
+nvlink backend does it: by a copy engine for adjacent pages, or by the kernel for scattered ones.
+Storing takes place, in random order: never; after every group of layers (all of it, or one token);
+at the end of each chunk; and late, like the backend (``Sender.flops_per_byte``). We also list the
+part that remains to store when the pass ends, and the clock and power of the first GPU.
 """
 
 from __future__ import annotations
@@ -31,8 +30,9 @@ from pd.bench.report import write_report
 from pd.bench.shapes import model_directory
 from pd.core.config import NodeConfig
 from pd.engine.engine import Engine
-from pd.engine.model_runner import ForwardItem, ModelRunner
-from pd.kernels.paging import token_slots
+from pd.engine.forward_item import ForwardItem
+from pd.engine.model_runner import ModelRunner
+from pd.kernels.paging import find_token_slots
 from pd.prefill_node.outgoing import Chunk, OutgoingRoom, PromptCost
 from pd.transfer.computed import Computed
 from pd.transfer.nvlink.device import CudaLane
@@ -102,12 +102,12 @@ class Store:
 
         def store(_: str) -> None:
             with self._changed:
-                self._lane.store(self._table, columns, peer.data_ptr(), peer.shape[2], block)
+                self._lane.store_block(self._table, columns, peer.data_ptr(), peer.shape[2], block)
                 self._launched += 1
                 self._changed.notify_all()
 
         self._sent += 1
-        self._computed.then(store)
+        self._computed.call_when_done(store)
 
     def wait_launched(self) -> None:
         with self._changed:
@@ -138,7 +138,8 @@ class Prefill:
         self._lane = CudaLane(self._engine.pool)
         self._computed = Computed(self._pool.device, "nvlink")
         self._tables = [
-            self._lane.table(np.stack(2 * [_slots(pages, args.tokens)])) for pages in self._pages
+            self._lane.make_table(np.stack(2 * [_slots(pages, args.tokens)]))
+            for pages in self._pages
         ]
         layout, model = self._engine.layout, self._engine.model_config
         self._cost = PromptCost(
@@ -146,7 +147,7 @@ class Prefill:
         )
 
     def run(self, way: Way) -> tuple[float, float]:
-        """Milliseconds of the pass, and of what was still to be stored when it ended."""
+        """Return milliseconds of the pass, and of the stores left at its end."""
         runner = self._engine.runner
         assert isinstance(runner, ModelRunner)
         table = self._tables[way.scattered]
@@ -187,12 +188,12 @@ def _whole(chunk: Chunk) -> Any:
 
 
 def _slots(pages: Any, num_tokens: int) -> Any:
-    """int32 slots of the tokens of one sequence."""
-    return token_slots(pages, np.arange(num_tokens), PAGE).astype(np.int32)
+    """Return int32 slots of the tokens of one sequence."""
+    return find_token_slots(pages, np.arange(num_tokens), PAGE).astype(np.int32)
 
 
 class Gauge:
-    """Clock (MHz) and power (W) of the first GPU while something runs, of what nvidia-smi says."""
+    """Samples clock (MHz) and power (W) of the first GPU with nvidia-smi."""
 
     def __init__(self) -> None:
         self._seen: list[tuple[float, float, float]] = []

@@ -1,14 +1,17 @@
-"""A recorded trace on simulated GPUs: real proxies and nodes, whose steps take as long as a GPU's.
+"""Replay a trace on simulated GPUs: real proxies and nodes, whose steps take as long as a GPU's.
 
     python benchmarks/simulated_layouts.py --trace FILE [--layouts split unified elastic] \\
-        [--time-scales 3 2.5] [--window 900:918] [--slower 3] [--node-flags FLAG=VALUE ...]
+        [--time-scales 3 2.5] [--window 900:918] [--slower 3] [--node-flags FLAG=VALUE ...] \\
+        [--bursts 3 --slo 1000:25 --layouts elastic elastic-slo]
 
-Every process is real but for the forward pass: it computes nothing, and its result is there when a
-GPU would be done with it (`GPU`, fitted to the steps of nodes under this load). KV is transferred,
-of a model with little of it. So a policy can be tried where there is no GPU: figures are
-predictions, no measurements. `--slower N` has all times N times as long, for a host that is too
-slow for so many processes; reported times are divided by it. Layouts run one after the other, each
-alone.
+Everything is real except the forward pass, which computes nothing and returns when a GPU would be
+done (`GPU`, fitted to steps of nodes under this load). KV is transferred, of a model with little of
+it. You can thus try a policy without a GPU, but figures are predictions. `--slower N` makes all
+times N times as long, for a host too slow for so many processes, and reported times are divided by
+it. Layouts run alone, one after the other.
+
+With `--bursts S` requests arrive only every S seconds, as in many traces. `--slo TTFT:TPOT` judges
+requests by these milliseconds and tells them to the proxy of the layout `elastic-slo`.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from pd.engine.engine import Engine
-    from pd.engine.model_runner import ForwardItem
+    from pd.engine.forward_item import ForwardItem
     from pd.engine.sampler import PreparedDraws, SampledToken, Samples
 
 # Llama-3.1-8B's shape in bfloat16 on one H200, as `pd-bench engine --work mixed:…` finds it.
@@ -57,6 +60,7 @@ LAYOUTS = {
     "unified": (("unified", "unified"), []),
     "unified-1024": (("unified", "unified"), ["--chunked-prefill-size", "1024"]),
     "elastic": (("prefill", "decode"), ["--elastic", "auto"]),
+    "elastic-slo": (("prefill", "decode"), ["--elastic", "auto"]),
 }
 _CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -82,9 +86,9 @@ class _SimulatedGPU:
     def __init__(self, engine: Engine, slower: float) -> None:
         self._engine, self._slower = engine, slower
         self._free = 0.0
-        self._sample = engine.sampler.launch
+        self._sample = engine.sampler.launch_draws
         engine.runner.forward = self.forward  # type: ignore[method-assign]
-        engine.sampler.launch = self.launch  # type: ignore[method-assign]
+        engine.sampler.launch_draws = self.launch_draws  # type: ignore[method-assign]
         engine.runner.mixed_graphs = SimpleNamespace(sizes=(GPU.graphs,))  # type: ignore[assignment]
 
     def forward(
@@ -103,7 +107,7 @@ class _SimulatedGPU:
             else:
                 tokens += count
                 pairs += chunk_pairs(item.start, count)
-        seconds = GPU.seconds(StepShape(tokens, pairs, streams, context)) * self._slower
+        seconds = GPU.predict_seconds(StepShape(tokens, pairs, streams, context)) * self._slower
         now = time.monotonic()
         host = (LAUNCH_SECONDS if tokens > GPU.graphs else GRAPH_SECONDS) * self._slower
         self._free = max(max(self._free, now) + seconds, now + host)
@@ -112,7 +116,7 @@ class _SimulatedGPU:
             on_layers_done(0, self._engine.model_config.num_layers)
         return torch.zeros(sum(item.num_logits for item in items), _CONFIG["vocab_size"])
 
-    def launch(self, logits: torch.Tensor, prepared: PreparedDraws, masks: Any = None) -> Any:
+    def launch_draws(self, logits: torch.Tensor, prepared: PreparedDraws, masks: Any = None) -> Any:
         return _Later(self._sample(logits, prepared, masks), self._free)
 
 
@@ -127,13 +131,13 @@ class _Later:
     def is_ready(self) -> bool:
         return time.monotonic() >= self._ready
 
-    def result(self) -> list[SampledToken]:
+    def read_tokens(self) -> list[SampledToken]:
         time.sleep(max(0.0, self._ready - time.monotonic()))
-        return self._samples.result()
+        return self._samples.read_tokens()
 
 
 def node(argv: list[str]) -> int:
-    """A node of this program: ``pd-launch`` with another engine."""
+    """Run a node of this program: ``pd-launch`` with another engine."""
     from pd import cli
     from pd.engine.engine import Engine
     from pd.scheduling import calibration
@@ -175,7 +179,7 @@ def wait_ready(url: str) -> None:
 
 @contextmanager
 def layout(args: argparse.Namespace, name: str, directory: Path) -> Iterator[str]:
-    """URL of the proxy of a running layout."""
+    """Run a layout; yields its proxy's URL."""
     roles, own = LAYOUTS[name]
     port = args.port
     with ExitStack() as stack:
@@ -198,22 +202,40 @@ def layout(args: argparse.Namespace, name: str, directory: Path) -> Iterator[str
         url = f"http://127.0.0.1:{args.port}"
         command = ["-m", "pd.cli", "proxy", "--port", str(args.port), *words]
         command += [f"--{flag}" for flag in args.proxy_flags]
+        if name == "elastic-slo":
+            ttft, itl = (each * args.slower for each in args.slo)
+            command += ["--slo-ttft-ms", str(ttft), "--slo-itl-ms", str(itl)]
         stack.enter_context(process(args.logs / f"{name}-proxy.log", *command))
         wait_ready(url)
         yield url
 
 
+def in_bursts(trace: Path, every: float, target: Path) -> Path:
+    """Write the trace with all times rounded down to multiples of so many seconds."""
+    rows = [json.loads(line) for line in trace.read_text().splitlines()]
+    for row in rows:
+        row["timestamp"] = int(row["timestamp"] // (1e3 * every) * 1e3 * every)
+    target.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return target
+
+
 def ask(args: argparse.Namespace, url: str, scale: str, directory: Path) -> dict[str, Any]:
+    trace, goodput = args.trace, f"ttft:{args.slower}s+{40 * args.slower}us,itl:{50 * args.slower}"
+    if args.bursts:
+        trace = in_bursts(trace, args.bursts / float(scale), directory.with_suffix(".jsonl"))
+    if args.slo:
+        ttft, tpot = (each * args.slower for each in args.slo)
+        goodput = f"ttft:{ttft},tpot:{tpot}"
     flags = {
         "--url": url,
         "--endpoint": "/generate",
         "--dataset-name": "trace",
-        "--dataset-path": str(args.trace),
+        "--dataset-path": str(trace),
         "--trace-window": args.window,
         "--trace-length-scale": "1",
         "--trace-output-scale": "1",
         "--trace-time-scale": str(float(scale) * args.slower),
-        "--goodput": f"ttft:{args.slower}s+{40 * args.slower}us,itl:{50 * args.slower}",
+        "--goodput": goodput,
         "--output-dir": str(directory),
     }
     words = [word for pair in flags.items() for word in pair]
@@ -227,12 +249,20 @@ def ask(args: argparse.Namespace, url: str, scale: str, directory: Path) -> dict
     return dict(json.loads((directory / "summary.json").read_text()))
 
 
+def slo(text: str) -> tuple[float, float]:
+    """Parse objectives for the first token and for later ones, in milliseconds."""
+    ttft, _, tpot = text.partition(":")
+    return float(ttft), float(tpot)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--time-scales", nargs="+", default=["3"])
     parser.add_argument("--window", default="900:918")
+    parser.add_argument("--bursts", type=float, default=0.0, help="seconds between arrivals")
+    parser.add_argument("--slo", type=slo, help="milliseconds, such as 1000:25")
     parser.add_argument("--slower", type=float, default=3.0)
     parser.add_argument("--kv-cache-tokens", type=int, default=180_000)
     parser.add_argument("--node-flags", nargs="*", default=["chunked-prefill-size=8192"])
@@ -240,6 +270,8 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=21000)
     parser.add_argument("--logs", type=Path)
     args = parser.parse_args()
+    if "elastic-slo" in args.layouts and not args.slo:
+        args.layouts.remove("elastic-slo")
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
         args.logs = args.logs or directory

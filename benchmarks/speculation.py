@@ -1,17 +1,19 @@
-"""Speculative decoding against none on the same GPU: tokens a second of a stream, by batch.
+"""Compare speculative decoding with none on the same GPU: tokens per second of a stream, by batch.
 
     python benchmarks/speculation.py [--batches 1,8,32,64] --output FILE [-- FLAGS]
 
 Each row is a batch of `pd-bench engine`: the Llama-3.1-8B shape with an EAGLE-3-shaped head, dummy
 weights, a context of 1,024 tokens on average, greedy, chains of `--drafted` tokens. Drafting and
-verifying do their full work, then as many tokens count as accepted as `--acceptance` says.
-`speedup` is the ratio of tokens a second of a stream to those without speculation, measured in
-another process of the same run. `resting_ratio` is the same for a head whose drafts are all wrong
-(an acceptance length of 1), with adaptive draft lengths. `verify_ratio` is the time of a step of 5
-tokens of each sequence by that of a plain step. It is null for a batch with more such tokens than
-the largest CUDA graph of steps with drafts, which has `--drafted` + 1 for each of
-`--max-running-requests`, at most 512: a larger step is launched kernel by kernel, and takes as long
-as its launches. Flags after `--` go to every `pd-bench engine`.
+verifying do their full work, and then as many tokens count as accepted as `--acceptance` says.
+
+- `speedup`: tokens per second of a stream by those without speculation, from another process of the
+  same run.
+- `resting_ratio`: the same for a head whose drafts are all wrong, with adaptive draft lengths.
+- `verify_ratio`: time of a step with 5 tokens per sequence by that of a plain step. It is null if
+  the step exceeds the largest CUDA graph with drafts (`--drafted` + 1 tokens for each of
+  `--max-running-requests`, at most 512), because its launches then take all the time.
+
+Flags after `--` go to every `pd-bench engine`.
 """
 
 from __future__ import annotations
@@ -80,16 +82,16 @@ def main() -> int:
 
 
 def largest_verified(settings: dict[str, Any], drafted: int) -> int:
-    """Tokens of the largest CUDA graph of steps with drafts, on a node with these settings of a
-    result of `pd-bench engine`; 0 without graphs."""
+    """Return the number of tokens of the largest CUDA graph with drafts, for a node with these
+    settings of a result of `pd-bench engine`; 0 without graphs."""
     sizes = settings["cuda_graph_batch_sizes"]
     largest = settings["max_running_requests"] if sizes is None else max(sizes, default=0)
     return min(MAX_VERIFIED, largest * (drafted + 1))
 
 
 def verify_ratio(rows: dict[str, Any], batch: int) -> float | None:
-    """The time of a step of several tokens of each sequence by that of a plain one; None if it was
-    not measured."""
+    """Divide the time of a step with several tokens per sequence by that of a plain step; None if
+    either is missing."""
     several = rows.get(f"verify:{batch}:{VERIFIED}")
     if several is None:
         return None
@@ -97,7 +99,7 @@ def verify_ratio(rows: dict[str, Any], batch: int) -> float | None:
 
 
 def engine(flags: list[str], work: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Rows of one `pd-bench engine` by their work, and its settings; ends the program if it
+    """Run `pd-bench engine`; returns its rows by work, and its settings. Ends the program if it
     fails."""
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory) / "engine.json"

@@ -1,19 +1,19 @@
-"""Every drafter against none in a running split of the embedded model: speed of streams.
+"""Compare every drafter with none in a running split of the embedded model: speed of streams.
 
     python benchmarks/speculation_split.py [--devices cuda:0 cuda:1] --output FILE [-- FLAGS]
 
-Proxy, prefill node and decode node are real processes, on the two devices named. Questions of the
-held-out sets are asked over HTTP, greedy, each answered to its end, `streams` at a time. All
-deployments run beside each other. In each of `--rounds` rounds each is asked all questions, one
-deployment after the other, and every round begins with another one; a round before them does not
-count. Drafters are those of `benchmarks/acceptance.py`, with the draft lengths that nodes choose.
+Proxy, prefill node and decode node are real processes on the two devices. They answer questions of
+the held-out sets over HTTP, greedy, `streams` at a time. All deployments run at the same time, but
+are asked one after the other. In each of `--rounds` rounds, another one is first; a round before
+them does not count. Drafters are those of `benchmarks/acceptance.py`, with draft lengths chosen by
+the nodes.
 
-`tokens_per_s` is of a stream: the median over answers of the tokens after the first by the time
-that they took; `all_tokens_per_s` is of all answers together, some of which drafts help much.
-`first_ms` and `second_ms` are medians and 95th percentiles of the time from the request to the
-first token, and from there to the second. `speedup` and `all_speedup` are by none at the same
-number of streams in the same round. Figures are medians over rounds; `speedup_least` and
-`speedup_most` are of single rounds. Flags after `--` go to both nodes.
+`tokens_per_s` is the median over answers of the tokens after the first, by the time that they took.
+`all_tokens_per_s` is that of all answers together, some of which drafts help much. `first_ms` and
+`second_ms` are medians and 95th percentiles of the time to the first token, and from there to the
+second. `speedup` and `all_speedup` compare with none at the same number of streams in the same
+round. Figures are medians over rounds; `speedup_least` and `speedup_most` are single rounds. Flags
+after `--` go to both nodes.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ async def ask_all(
 
     async def ask(prompt: list[int]) -> BenchCompletion:
         async with limit:
-            return await server.ask(server.request(prompt, MAX_TOKENS, ignore_eos=False))
+            request = server.make_request(prompt, MAX_TOKENS, ignore_eos=False)
+            return await server.send_request(request)
 
     answers = await asyncio.gather(*map(ask, prompts))
     failed = [answer.error for answer in answers if answer.error is not None]

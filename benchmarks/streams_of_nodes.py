@@ -1,15 +1,15 @@
-"""Does one proxy keep up with a decode node, and two of its processes with two?
+"""Check whether one proxy process keeps up with a decode node, and two processes with two.
 
     python benchmarks/large_vocabulary.py /tmp/large --shape llama-3.1-8b
     python benchmarks/streams_of_nodes.py --model /tmp/large --devices cuda:0 cuda:1 \\
         --node-flags load-format=dummy attention-backend=triton --output FILE
     python benchmarks/streams_of_nodes.py --streams 8 --kv-cache-tokens 8192 --output FILE
 
-Two layouts run side by side and are asked in turn: `one`, a decode node and a proxy of one process;
-`two`, two decode nodes and a proxy of two processes, with twice the streams. Each has a prefill
-node, too. While all streams run, the time between two tokens, as clients see it, is compared with
-the time of the nodes' steps (by their counter `pd_steps`), and the processor time of the proxy is
-read. Each token is turned into text, in which a stop string is looked for. Numbers are medians of
+Two layouts run at the same time and are asked in turn. `one` has a decode node and a proxy of one
+process; `two` has two decode nodes, a proxy of two processes, and twice the streams. Each also has
+a prefill node. While all streams run, we compare the time between two tokens, as clients see it,
+with the time of the nodes' steps (from their counter `pd_steps`), and read the proxy's processor
+time. The proxy turns each token into text and looks for a stop string in it. Numbers are medians of
 the rounds.
 """
 
@@ -31,19 +31,20 @@ import httpx
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT)]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from pd.bench.proxy import load_processes, median_row  # noqa: E402
+from local_layouts import start_layouts  # noqa: E402
+
+from pd.bench.proxy import median_row, start_load_processes  # noqa: E402
 from pd.bench.proxy_load import Begun, Ended, Streams  # noqa: E402
 from pd.bench.proxy_processes import Running, cpu_seconds  # noqa: E402
 from pd.bench.report import Row, write_report  # noqa: E402
 from pd.bench.shapes import model_directory  # noqa: E402
-from pd.cluster.spec_file import load_spec  # noqa: E402
-from pd.cluster.start import up  # noqa: E402
 
 if TYPE_CHECKING:
+    from local_layouts import LocalLayout
+
     from pd.bench.serve_client import BenchCompletion
-    from pd.cluster.deployment import Layout
 
 _CLIENTS = 8
 _STOP = "never said"
@@ -63,10 +64,9 @@ def main() -> int:
     parser.add_argument("--note", help="what else ran on the machine")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch, load_processes(_CLIENTS) as clients:
-        file = Path(scratch) / "layouts.yaml"
-        file.write_text(yaml.safe_dump(deployment(args)))
-        with up(load_spec(file), file, report=print) as running:
+    with tempfile.TemporaryDirectory() as scratch, start_load_processes(_CLIENTS) as clients:
+        model, (shared, layouts) = str(model_directory(args.model)), plan_layouts(args)
+        with start_layouts(model, shared, layouts, Path(scratch)) as running:
             rounds: list[list[Row]] = []
             for number in range(args.rounds + 1):
                 print("warm-up" if number == 0 else f"round {number} of {args.rounds}", flush=True)
@@ -78,7 +78,7 @@ def main() -> int:
                     if number:
                         measured.append(summary(name, answers, reads))
                 rounds.append(measured)
-                running.check()
+                running.children.check_alive()
     rows = [median_row(rows) for rows in zip(*rounds[1:], strict=True)]
     for row in rows:
         print(row)
@@ -88,8 +88,8 @@ def main() -> int:
     return 0
 
 
-def deployment(args: argparse.Namespace) -> dict[str, Any]:
-    """The file of both layouts."""
+def plan_layouts(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the flags of every node, and both layouts."""
     first, second = args.devices
     flags = [flag.partition("=") for flag in args.node_flags]
     shared = {name: yaml.safe_load(value) for name, _, value in flags}
@@ -98,37 +98,31 @@ def deployment(args: argparse.Namespace) -> dict[str, Any]:
 
     def node(role: str, device: str, kv_cache_tokens: int) -> dict[str, Any]:
         own = {"kv-cache-tokens": kv_cache_tokens, "max-running-requests": args.streams * 5 // 4}
-        return {"host": "here", "role": role, "devices": [device], "flags": own}
+        return {"role": role, "device": device, "flags": own}
 
     def layout(workers: int, devices: list[str]) -> dict[str, Any]:
         decode = [node("decode", device, args.kv_cache_tokens) for device in devices]
         prefill = node("prefill", first, max(_PROMPT_TOKENS, 32 * args.streams))
-        proxy = {"host": "here", "port": 0, "flags": {"workers": workers}}
-        return {"nodes": [prefill, *decode], "proxy": proxy}
+        return {"nodes": [prefill, *decode], "proxy": {"workers": workers}}
 
-    return {
-        "model": str(model_directory(args.model)),
-        "hosts": {"here": {"local": True}},
-        "share_devices": True,
-        "flags": shared,
-        "layouts": {"one": layout(1, [second]), "two": layout(2, [first, second])},
-    }
+    return shared, {"one": layout(1, [second]), "two": layout(2, [first, second])}
 
 
 def run(
-    name: str, layout: Layout, streams: int, tokens: int, clients: list[Running]
+    name: str, layout: LocalLayout, streams: int, tokens: int, clients: list[Running]
 ) -> tuple[list[BenchCompletion], Reads]:
-    """As many streams at a time, to their ends, and what was read since all had begun."""
-    assert layout.proxy is not None
+    """Run so many streams at a time to their ends; also returns all reads since the last one
+    began."""
     names = [f"stream-{time.monotonic_ns()}-{number}" for number in range(streams)]
     parts = [names[number::_CLIENTS] for number in range(_CLIENTS)]
     fields = {"stop": [_STOP], "return_token_ids": False, "ignore_eos": True}
     for client, part in zip(clients, parts, strict=True):
-        client.tell(Streams(layout.url, part, tokens, fields))
+        client.write_message(Streams(layout.proxy.url, part, tokens, fields))
     for client in clients:
-        client.hear(Begun)
-    reads = Reads(layout.proxy.state.pid, [n.url for n in layout.nodes if n.state.role == "decode"])
-    answers = [answer for client in clients for answer in client.hear(Ended).answers]
+        client.read_message(Begun)
+    decode_urls = [node.url for role, node in layout.nodes if role == "decode"]
+    reads = Reads(layout.proxy.process.pid, decode_urls)
+    answers = [answer for client in clients for answer in client.read_message(Ended).answers]
     reads.stop()
     for answer in answers:
         if answer.error is not None:
@@ -137,7 +131,7 @@ def run(
 
 
 def summary(name: str, answers: list[BenchCompletion], reads: Reads) -> Row:
-    """One row: from when all streams have begun until the first ends."""
+    """Make one row about the time from the start of the last stream to the end of the first."""
     first, last = reads.until(min(answer.times[-1] for answer in answers))
     seconds = last.at - first.at
     steps = [then - now for now, then in zip(first.steps, last.steps, strict=True)]
@@ -189,7 +183,7 @@ class Reads(threading.Thread):
         self.join()
 
     def until(self, end: float) -> tuple[Read, Read]:
-        """The first read, and the last one before ``end``."""
+        """Return the first read, and the last one before ``end``."""
         reads = [read for read in self._reads if read.at < end]
         if len(reads) < 2:
             raise SystemExit("the streams ended too early; ask for more --tokens")
@@ -197,14 +191,14 @@ class Reads(threading.Thread):
 
 
 def count_steps(metrics: str) -> float:
-    """Forward passes of a node."""
+    """Count the forward passes of a node."""
     found = re.search(r"^pd_steps_total (\S+)$", metrics, re.MULTILINE)
     assert found is not None
     return float(found[1])
 
 
 def token_seconds(answer: BenchCompletion, begin: float, end: float) -> float:
-    """Mean seconds a token of an answer between two times."""
+    """Return the mean seconds per token of an answer between two times."""
     first = bisect.bisect_right(answer.times, begin)
     stop = bisect.bisect_right(answer.times, end)
     tokens = sum(answer.counts[first:stop])

@@ -1,25 +1,25 @@
-"""Is it worth it to take texts that wait for a thread together?
+"""Check whether a thread should tokenize waiting texts in batches.
 
 Three ways to tokenize off the event loop take turns, and find the same tokens:
 
-- `before`: each request is a job of a thread pool (`run_in_executor`, two threads). Its texts are
-  tokenized by a call each, and its result wakes the loop.
-- `batched`: `pd/proxy/background.py`, as the proxy does it. A thread takes jobs in batches, results
-  that the loop has not fetched share a wake-up, and short texts of one request share a call.
-- `library`: all texts of a round are one call, which spreads them over threads of the library's on
-  all cores. No result is there before the last one.
+- `before`: each request is a job of a thread pool (`run_in_executor`, two threads), with one call
+  per text, and its result wakes the loop.
+- `batched`: the proxy's way, `pd/proxy/http/background.py`. A thread takes jobs in batches,
+  unfetched results share a wake-up, and short texts of one request share a call.
+- `library`: one call for all texts of a round, which the library spreads over threads on all cores.
+  No result arrives before the last one.
 
 `64 x 4 KiB` are 64 concurrent requests with a text of 4 KiB each, `256 x 1 KiB in one` is a request
-with 256 texts. Each request sends its next texts when it has the tokens of the last ones. Texts of
-32 bytes, which the proxy tokenizes on the loop, show what the way to a thread and back costs.
-Meanwhile the loop has either nothing else to do (`idle`), or half a millisecond of Python code each
-millisecond, as if it streamed (`busy`).
+with 256 texts. Each request sends its next texts when it has the tokens of the previous ones. Texts
+of 32 bytes, which the proxy tokenizes on the loop, show the cost of the way to a thread and back.
+The loop is either `idle`, or `busy`: it then runs half a millisecond of Python code per
+millisecond, as if it streamed.
 
-`cpu_us` is processor time of the process per text, without what the loop does every millisecond.
-`switches` is how often a thread other than the loop's has waited per text, for the interpreter or
-for work. `wake_ups` of the loop are per text, too. `tick_p99_ms` is how late the loop came, in the
-99th percentile, to what another process wrote to a pipe every millisecond; `nothing` is that
-without any texts. `speedup` is the median over the pairs of the rate by that of `before`; the other
+`cpu_us` is the processor time per text, without the loop's work of every millisecond. `switches`
+is how often a thread other than the loop's waited per text, for the interpreter or for work.
+`wake_ups` counts the loop's wake-ups per text. `tick_p99_ms` is the 99th percentile of the loop's
+delay to answer another process that writes to a pipe every millisecond; `nothing` is the same
+without texts. `speedup` is the median over the pairs of the rate by that of `before`. The other
 numbers are medians of the runs.
 
     python benchmarks/tokenized_batches.py --output benchmarks/results/tokenized_batches.json
@@ -51,10 +51,10 @@ sys.path[:0] = [str(ROOT)]
 
 from pd.bench.report import Row, add_output, check_output, write_report  # noqa: E402
 from pd.embedded import EMBEDDED_MODEL  # noqa: E402
-from pd.proxy.background import Background  # noqa: E402
-from pd.proxy.bodies import text_size  # noqa: E402
-from pd.proxy.loop import run_loop  # noqa: E402
-from pd.proxy.tokenizer import TextModel  # noqa: E402
+from pd.proxy.http.background import Background  # noqa: E402
+from pd.proxy.http.bodies import estimate_text_bytes  # noqa: E402
+from pd.proxy.text.tokenizer import TextModel  # noqa: E402
+from pd.proxy.workers.loop import run_loop  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -88,7 +88,7 @@ class Work(NamedTuple):
 
     @property
     def num_texts(self) -> int:
-        """Texts in all."""
+        """Count all texts."""
         return self.requests * self.texts * self.rounds
 
 
@@ -104,7 +104,7 @@ class Way(Protocol):
     """A way to tokenize."""
 
     async def run(self, work: Work, texts: Iterator[str]) -> Tokens:
-        """The tokens of all texts, in any order."""
+        """Return the tokens of all texts, in any order."""
 
     def close(self) -> None: ...
 
@@ -141,7 +141,7 @@ def main() -> int:
 
 
 async def measure(model: TextModel, runs: int, seed: int) -> list[Row]:
-    """All rows."""
+    """Measure all rows."""
     rng, source = random.Random(seed), read_source()
     makers: dict[str, Callable[[TextModel], Way]] = {
         "nothing": lambda _: Nothing(),
@@ -177,7 +177,7 @@ async def measure(model: TextModel, runs: int, seed: int) -> list[Row]:
 
 
 def read_source() -> str:
-    """Prose and tables, from which texts are cut."""
+    """Read prose and tables, from which texts are cut."""
     return "\n".join(file.read_text() for file in sorted((ROOT / "docs").glob("*.md")))
 
 
@@ -189,7 +189,7 @@ def cut(source: str, size: int, rng: random.Random) -> str:
 async def measure_once(
     way: Way, work: Work, texts: list[str], busy: float
 ) -> tuple[dict[str, float], list[bytes]]:
-    """One run: its numbers, and all tokens in the order of their bytes."""
+    """Measure one run; returns its numbers, and all tokens in the order of their bytes."""
     loop = asyncio.get_running_loop()
     woken = 0
     wake = loop.call_soon_threadsafe
@@ -224,20 +224,24 @@ async def measure_once(
 
 
 def other_switches() -> int:
-    """How often the other threads of this process have waited until now."""
+    """Count the waits of this process's other threads so far."""
     every = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
     return every - resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
 class Ticks:
-    """How late the loop comes to what happens every millisecond, and its other work.
+    """Measures the loop's delay for an event of every millisecond, and does its other work.
 
     Attributes:
         cpu: processor time of both, in seconds.
     """
 
     def __init__(self, busy: float) -> None:
-        """``busy``: seconds of other work after each tick."""
+        """Start to measure.
+
+        Args:
+            busy: seconds of other work after each tick.
+        """
         self.cpu = 0.0
         self._busy = busy
         self._late: list[float] = []
@@ -256,7 +260,7 @@ class Ticks:
         self.cpu = 0.0
 
     def late(self, share: float) -> float:
-        """Seconds by which this share of the ticks was late, at most."""
+        """Return the delay in seconds that this share of the ticks does not exceed."""
         return float(np.quantile(self._late, share))
 
     def stop(self) -> None:
@@ -286,7 +290,7 @@ class Nothing:
 async def run_requests(
     work: Work, texts: Iterator[str], tokenize: Callable[[list[str]], Awaitable[Tokens]]
 ) -> Tokens:
-    """All requests of a work at the same time."""
+    """Run all requests of a work at the same time."""
     found: Tokens = []
 
     async def request() -> None:
@@ -322,7 +326,7 @@ class Batched:
 
     async def run(self, work: Work, texts: Iterator[str]) -> Tokens:
         def tokenize(some: list[str]) -> Awaitable[Tokens]:
-            return self._background.run_on_thread(text_size(some), self._tokenize, some)
+            return self._background.run_on_thread(estimate_text_bytes(some), self._tokenize, some)
 
         return await run_requests(work, texts, tokenize)
 
@@ -330,7 +334,7 @@ class Batched:
         self._background.close()
 
     def _tokenize(self, texts: list[str]) -> Tokens:
-        return list(self._model.encode_each(texts, add_special_tokens=True))
+        return list(self._model.encode_texts(texts, add_special_tokens=True))
 
 
 class Library:

@@ -1,4 +1,4 @@
-"""A recorded trace on a prefill and a decode node, fixed and elastic, and on two unified nodes.
+"""Replay a trace on a prefill and a decode node, fixed and elastic, and on two unified nodes.
 
     python benchmarks/trace_layouts.py --trace FILE --output FILE [--page FILE]
     python benchmarks/trace_layouts.py --trace FILE --output FILE --layouts split unified elastic \\
@@ -6,15 +6,15 @@
         --time-scales 1.5 1.2 1 --windows 900:960 1200:1260 --goodput ttft:1s+40us,itl:50 \\
         --kv-cache-tokens 60000 --node-flags load-format=dummy chunked-prefill-size=8192
 
-The layouts are started together by `pd-launch cluster`'s file, so that the machine is the same for
-all, and are asked in turn, `--rounds` times: windows of the trace, its prompts shortened by
-`--length-scale` with their shared prefixes kept. With `--device cuda` each layout has a node on GPU
-0 and one on GPU 1. The caches are flushed before each window. The windows of a round are pooled:
-its percentiles and shares are those of the requests of all its windows together. Numbers are
-medians over the rounds, `runs` of them, in which the client was not the bottleneck in any window;
-`void` counts the others. A request that failed met no objective. A CPU that all processes share
-says who waits for whom, not how fast a GPU is. `--page` also writes the report of the last valid
-round of each layout.
+`pd-launch cluster` starts all layouts together, so that the machine is the same for all, and they
+are asked in turn, `--rounds` times. `--length-scale` shortens prompts and keeps their shared
+prefixes. With `--device cuda` each layout has a node on GPU 0 and one on GPU 1. Caches are flushed
+before each window of the trace.
+
+Percentiles and shares of a round cover the requests of all its windows. Numbers are medians over
+`runs` rounds in which the client was never the bottleneck; `void` counts the others. A failed
+request meets no objective. On a CPU shared by all processes, figures show who waits for whom rather
+than the speed of a GPU. `--page` also writes the report of the last valid round of each layout.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ import httpx
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT)]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from local_layouts import start_layouts  # noqa: E402
 
 from pd.bench.load.goodput import Objectives, count_good  # noqa: E402
-from pd.bench.load.measures import summarize  # noqa: E402
+from pd.bench.load.measures import summarize_records  # noqa: E402
 from pd.bench.load.records import read_records  # noqa: E402
 from pd.bench.report import write_report  # noqa: E402
 from pd.bench.shapes import model_directory  # noqa: E402
-from pd.cluster.spec_file import load_spec  # noqa: E402
-from pd.cluster.start import up  # noqa: E402
 
 # Roles of the two nodes of each layout, and their own flags.
 LAYOUTS: dict[str, tuple[tuple[str, str], dict[str, str]]] = {
@@ -113,7 +113,7 @@ Round = list[Path]
 
 
 def valid(runs: dict[Case, list[Round]]) -> dict[Case, list[Round]]:
-    """Rounds that count: those in which the client was the bottleneck in no window."""
+    """Keep the rounds in which the client was the bottleneck in no window."""
     found = {
         case: [each for each in rounds if all(summary(run)["valid"] for run in each)]
         for case, rounds in runs.items()
@@ -125,65 +125,58 @@ def valid(runs: dict[Case, list[Round]]) -> dict[Case, list[Round]]:
 
 
 def suffixes(windows: list[str]) -> list[str]:
-    """What tells the windows of a layout apart on the page; nothing if there is one."""
+    """Name the windows of a layout on the page; empty if there is only one."""
     return [f"-{window}" for window in windows] if len(windows) > 1 else [""]
 
 
 def summary(run: Path) -> dict[str, Any]:
-    """What a run has written about itself."""
+    """Read a run's summary."""
     found: dict[str, Any] = json.loads((run / "summary.json").read_text())
     return found
 
 
-def deployment(args: argparse.Namespace) -> dict[str, Any]:
-    """The file of the deployment: every layout has a node on each of two devices."""
+def plan_layouts(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the flags of every node, and the layouts, each with a node on each of two devices."""
     devices = ["cpu"] * 2 if args.device == "cpu" else ["cuda:0", "cuda:1"]
     layouts = {}
     for name in args.layouts:
         roles, own = LAYOUTS[name]
         nodes = [
-            {"host": "here", "role": role, "devices": [device], "flags": own}
+            {"role": role, "device": device, "flags": own}
             for role, device in zip(roles, devices, strict=True)
         ]
-        proxy = {"host": "here", "port": 0, "flags": flags_of(args.proxy_flags)}
-        layouts[name] = {"nodes": nodes, "proxy": proxy}
+        layouts[name] = {"nodes": nodes, "proxy": flags_of(args.proxy_flags)}
     shared = {"kv-cache-tokens": args.kv_cache_tokens} | flags_of(args.node_flags)
     if args.device == "cpu":
         shared["cpu-threads"] = 1
-    return {
-        "model": str(model_directory(args.model)),
-        "hosts": {"here": {"local": True}},
-        "share_devices": True,
-        "flags": shared,
-        "layouts": layouts,
-    }
+    return shared, layouts
 
 
 def flags_of(given: list[str]) -> dict[str, Any]:
-    """Flags given as NAME=VALUE."""
+    """Parse flags given as NAME=VALUE."""
     return {name: yaml.safe_load(value) for name, _, value in (f.partition("=") for f in given)}
 
 
 def measure(args: argparse.Namespace, scratch: Path) -> dict[Case, list[Round]]:
-    """All rounds of every case. After an interrupt: those of the time scales at which every layout
-    has one."""
-    file = scratch / "layouts.yaml"
-    file.write_text(yaml.safe_dump(deployment(args)))
+    """Run all rounds of every case. After an interrupt, return only time scales at which every
+    layout has a round."""
+    shared, layouts = plan_layouts(args)
+    model, logs = str(model_directory(args.model)), args.logs or scratch / "logs"
     cases = [Case(name, scale) for scale in args.time_scales for name in args.layouts]
     found: dict[Case, list[Round]] = {case: [] for case in cases}
-    with up(load_spec(file), file, logs=args.logs, report=print) as running:
+    with start_layouts(model, shared, layouts, logs) as running:
         try:
             for number in range(args.rounds):
                 # The layout that goes first changes from round to round.
                 for case in cases[:: -1 if number % 2 else 1]:
                     windows = []
                     for window in args.windows:
-                        url = running.layouts[case.layout].url
+                        url = running.layouts[case.layout].proxy.url
                         httpx.post(f"{url}/flush_cache", timeout=60).raise_for_status()
                         place = f"{case.layout}-{case.time_scale}-{window}-{number}"
                         directory = scratch / place.replace(":", "-").replace("/", "-")
                         ask(url, args, case.time_scale, window, directory)
-                        running.check()
+                        running.children.check_alive()
                         windows.append(directory)
                     found[case].append(windows)
         except KeyboardInterrupt:
@@ -195,13 +188,13 @@ def measure(args: argparse.Namespace, scratch: Path) -> dict[Case, list[Round]]:
 
 
 def complete(found: dict[Case, list[Round]]) -> dict[Case, list[Round]]:
-    """The cases with a time scale at which none lacks a round."""
+    """Keep the cases of time scales at which none lacks a round."""
     lacking = {case.time_scale for case, rounds in found.items() if not rounds}
     return {case: rounds for case, rounds in found.items() if case.time_scale not in lacking}
 
 
 def ask(url: str, args: argparse.Namespace, time_scale: str, window: str, directory: Path) -> None:
-    """One run of the trace."""
+    """Run the trace once."""
     flags = {
         "--url": url,
         "--endpoint": "/generate",
@@ -222,18 +215,22 @@ def ask(url: str, args: argparse.Namespace, time_scale: str, window: str, direct
 
 
 def pooled(windows: Round, objectives: Objectives) -> dict[str, Any]:
-    """Measures of the requests of all windows together.
+    """Pool the measures of all windows.
 
-    Rates and the duration are left out: each window has a clock of its own.
+    Rates and the duration are left out, because each window has its own clock.
     """
     records = [record for window in windows for record in read_records(window / "requests.jsonl")]
-    found = summarize(records, count_good(records, objectives))
+    found = summarize_records(records, count_good(records, objectives))
     kept = ("requests", "failed", "cached_share", "goodput", *(f"{name}_ms" for name in _LATENCIES))
     return {name: found[name] for name in kept}
 
 
 def row(case: Case, rounds: list[Round], kept: list[Round], goodput: str) -> dict[str, Any]:
-    """Medians over the rounds that are kept. ``goodput``: objectives, as of ``--goodput``."""
+    """Make a row of medians over the kept rounds.
+
+    Args:
+        goodput: objectives, as for ``--goodput``.
+    """
     summaries = [summary(window) for windows in kept for window in windows]
     measures = [pooled(windows, Objectives.parse(goodput)) for windows in kept]
 
@@ -268,7 +265,7 @@ def row(case: Case, rounds: list[Round], kept: list[Round], goodput: str) -> dic
 
 
 def share_that_met(objective: str, goodput: dict[str, Any]) -> float:
-    """Share of the requests that met one objective. Those that failed did not."""
+    """Return the share of requests that met one objective. Failed ones did not."""
     missed = goodput["missed"].get(objective, 0) + goodput["missed"].get("error", 0)
     return 1 - missed / goodput["counted"] if goodput["counted"] else 0.0
 

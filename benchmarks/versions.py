@@ -1,4 +1,4 @@
-"""What changed between two commits in speed: `pd-bench` of several checkouts, in turns.
+"""Compare the speed of commits: `pd-bench` of several checkouts, in turns.
 
     git worktree add /tmp/before d99c377
     python benchmarks/versions.py --version before=/tmp/before --version now=. --devices cuda:0 \\
@@ -6,12 +6,12 @@
     python benchmarks/versions.py --version before=/tmp/before --version now=. \\
         --transfer "--backend nvlink --device cuda:0,cuda:1 --tokens 8192"
 
-Each version runs in processes of its own, with its checkout first on `PYTHONPATH` and the installed
-packages of this interpreter. In every round every version runs once on every device, and each
-round begins with another version, so that what drifts hits all of them. On several devices
-versions run beside each other, one on each; transfers run alone. A row has the median of a figure
-over all rounds for each version, how far the middle half of its runs is spread, and the quotient of
-the last version's median and each other's. Times are in milliseconds, transfers in GB/s.
+Each version runs in its own processes, with its checkout first on `PYTHONPATH` and the installed
+packages of this interpreter. In every round each version runs once on every device. Each round
+starts with another version, so drift hits all of them. With several devices versions run at the
+same time, one on each; transfers run alone. A row has each version's median over all rounds, the
+spread of the middle half of its runs, and the ratio of the last version's median to each other's.
+Times are in milliseconds, transfers in GB/s.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Runs = dict[tuple[str, str], list[float]]
 
 
 def run(checkout: Path, arguments: list[str]) -> list[dict[str, Any]]:
-    """The rows of one run of a checkout's ``pd-bench``.
+    """Return the rows of one run of a checkout's ``pd-bench``.
 
     Raises:
         RuntimeError: it failed; the message has its last lines.
@@ -63,7 +63,7 @@ def run(checkout: Path, arguments: list[str]) -> list[dict[str, Any]]:
 
 
 def figures(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """What a run measured, by name. Portions in which transfers were sent once had no name."""
+    """Return a run's figures by name. Transfers sent in portions once had no name."""
     found = {}
     for row in rows:
         if "work" in row:
@@ -76,7 +76,7 @@ def figures(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def rotated(versions: dict[str, Path], by: int) -> list[str]:
-    """The versions' names, beginning with another one in each round."""
+    """Return the versions' names, starting with another one in each round."""
     names = list(versions)
     by %= len(names)
     return names[by:] + names[:by]
@@ -120,7 +120,7 @@ def measure_transfers(
 
 
 def summarize(runs: Runs, versions: list[str]) -> list[dict[str, Any]]:
-    """A row for each figure that all versions have."""
+    """Make a row for each figure of all versions."""
     rows = []
     for figure in dict.fromkeys(figure for figure, _ in runs):
         values = {name: runs[figure, name] for name in versions if (figure, name) in runs}

@@ -9,45 +9,44 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import msgspec
 
 from pd.bootstrap.registry import Registry
-from pd.core.addresses import in_url
+from pd.core.addresses import format_host
 from pd.core.node_info import NodeInfo
 from pd.decode_node.receiving import ReceivingEnd
 from pd.engine.digests import Digests
 from pd.engine.engine import Engine
-from pd.engine.footprint import NOTHING_BESIDE
-from pd.grammar.child import Vocabulary
+from pd.engine.footprint import NO_EXTRA_MEMORY
+from pd.grammar.compile_jobs import Vocabulary
 from pd.grammar.compiler import CompileLimits
 from pd.grammar.grammars import MAX_COMPILED_BYTES, Grammars
-from pd.models.generation_config import sampling_defaults
+from pd.models.generation_config import read_sampling_defaults
 from pd.node.control import ControlThread
 from pd.node.node import Node
-from pd.node.outbox import Outbox
+from pd.node.step_outputs import StepOutputBuffer
 from pd.prefill_node.sending import SendingEnd
 from pd.radix import RadixCache
-from pd.scheduling.calibration import calibrate
+from pd.scheduling.admission_policy import AdmissionPolicy
+from pd.scheduling.calibration import calibrate_costs
 from pd.scheduling.combined import CombinedScheduler
 from pd.scheduling.core import NodeCore
 from pd.scheduling.cost_model import CostModel
 from pd.scheduling.decode import DecodeScheduler
 from pd.scheduling.events import Events
+from pd.scheduling.live_requests import LiveRequests
 from pd.scheduling.memory import Memory
 from pd.scheduling.metrics import RequestMetrics
 from pd.scheduling.prefill import PrefillScheduler
-from pd.scheduling.rooms import Rooms
 from pd.scheduling.waiting_queue import WaitingQueue
 from pd.speculative.choice import (
     describe_drafter,
-    draft_lengths,
     load_draft_model,
+    make_draft_lengths,
     make_drafter,
 )
 from pd.transfer.registry import make_transfer_manager
-from pd.unified_node.node import unified_node
 
 if TYPE_CHECKING:
     from pd.core.config import NodeConfig
     from pd.core.node_info import Role
-    from pd.core.request import Request
     from pd.models.config import ModelConfig
     from pd.speculative.drafter import Drafter
     from pd.transfer.base import TransferManager
@@ -60,7 +59,7 @@ class Assembled(NamedTuple):
     registry: Registry | None
 
 
-def assemble(config: NodeConfig, instance_id: str, bootstrap_url: str) -> Assembled:
+def assemble_node(config: NodeConfig, instance_id: str, bootstrap_url: str) -> Assembled:
     """Load the model and build the node around it.
 
     Raises:
@@ -68,10 +67,14 @@ def assemble(config: NodeConfig, instance_id: str, bootstrap_url: str) -> Assemb
     """
     draft = load_draft_model(config)
     with ExitStack() as made:
-        engine = Engine.build(config, NOTHING_BESIDE if draft is None else draft.memory)
+        engine = Engine.build(config, NO_EXTRA_MEMORY if draft is None else draft.memory)
         made.callback(engine.close)
         control = ControlThread(
-            instance_id, config.host, config.cluster_key, mutual=config.is_elastic
+            instance_id,
+            config.host,
+            config.cluster_key,
+            mutual=config.is_elastic,
+            endpoint=config.message_endpoint,
         )
         made.callback(control.stop)
         drafter = make_drafter(config, engine, draft)
@@ -86,9 +89,9 @@ def _node_of_role(core: NodeCore, control: ControlThread, bootstrap_url: str) ->
     if config.is_elastic:
         return elastic_node(core, control, bootstrap_url)
     if config.role == "unified":
-        return Assembled(unified_node(core, _introduce(core, control), control), None)
-    transfer = _transfer(core)
-    own = _introduce(core, control, transfer, bootstrap_url)
+        return Assembled(unified_node(core, _describe_node(core, control), control), None)
+    transfer = _make_transfer(core)
+    own = _describe_node(core, control, transfer, bootstrap_url)
     if config.role == "decode":
         return Assembled(decode_node(core, own, control, transfer), None)
     return prefill_node(core, own, control, transfer)
@@ -111,33 +114,33 @@ def make_core(
         engine=engine,
         memory=Memory(engine.pool.num_pages, config.page_size, radix, ngram_cache),
         events=events,
-        rooms=Rooms(events, metrics, Outbox(instance_id, control.post)),
+        requests=LiveRequests(events, metrics, StepOutputBuffer(instance_id, control.post_message)),
         metrics=metrics,
         drafter=drafter,
-        draft_lengths=draft_lengths(config, engine, drafter),
+        draft_lengths=make_draft_lengths(config, engine, drafter),
         grammars=make_grammars(config, engine),
         costs=_measured_costs(config, engine) if config.is_elastic else None,
-        post=control.post,
-        wake=control.wake,
+        post=control.post_message,
+        request_poll=control.request_poll,
     )
 
 
 def _measured_costs(config: NodeConfig, engine: Engine) -> CostModel:
     mixed = engine.runner.mixed_graphs
     costs = CostModel(mixed.sizes[-1] if mixed is not None else 0)
-    calibrate(costs, engine, config)
+    calibrate_costs(costs, engine, config)
     return costs
 
 
 def make_grammars(config: NodeConfig, engine: Engine) -> Grammars:
     """Create the compiler of requests' grammars; its processes start with the first grammar."""
-    vocabulary = _vocabulary(config, engine.model_config)
+    vocabulary = _load_vocabulary(config, engine.model_config)
     limits = CompileLimits(config.grammar_cpu_seconds, config.grammar_memory, MAX_COMPILED_BYTES)
     jump_forward = config.grammar_jump_forward
     return Grammars(vocabulary, limits, config.grammar_cache, jump_forward=jump_forward)
 
 
-def _vocabulary(config: NodeConfig, model: ModelConfig) -> Vocabulary | str:
+def _load_vocabulary(config: NodeConfig, model: ModelConfig) -> Vocabulary | str:
     """The tokens of the model, or why they are not known."""
     if config.grammar_backend == "none":
         return "it was started with --grammar-backend none"
@@ -159,11 +162,10 @@ def prefill_node(
     """A prefill scheduler and a sending end; queues: bootstrap (the decode node has not reserved)
     → waiting → running → in flight."""
 
-    waiting = WaitingQueue.of(core.config, core.memory.radix)
+    waiting = WaitingQueue.from_config(core.config, core.memory.radix)
     sending, registry = _sending_end(core, own, transfer, waiting)
-    prefill = PrefillScheduler(
-        core.engine, core.memory, waiting, will_leave=sending.will_leave, reclaim=sending.park
-    )
+    admission = AdmissionPolicy(core.memory, sending=sending)
+    prefill = PrefillScheduler(core.engine, core.memory, waiting, admission)
     scheduler = CombinedScheduler(core, prefill, None, sending)
     node = Node(core, own, control, scheduler, sending=sending, transfers=[transfer])
     return Assembled(node, registry)
@@ -181,9 +183,9 @@ def _sending_end(
     sending = SendingEnd(
         core,
         transfer,
-        resume=waiting.add_first,
-        forget=registry.forget,
-        digests=_digests(core),
+        resume=waiting.put_back,
+        forget=registry.forget_peer,
+        digests=_make_digests(core),
     )
     return sending, registry
 
@@ -194,9 +196,22 @@ def decode_node(
     """A decode scheduler and a receiving end; queues: preallocation → transfer → waiting → running
     (→ retracted → running)."""
     decode = DecodeScheduler(core)
-    receiving = ReceivingEnd(core, transfer, own, control, decode, _digests(core))
+    receiving = ReceivingEnd(core, transfer, own, control, decode, _make_digests(core))
     scheduler = CombinedScheduler(core, None, decode)
     return Node(core, own, control, scheduler, receiving=receiving, transfers=[transfer])
+
+
+def unified_node(core: NodeCore, own: NodeInfo, control: ControlThread) -> Node:
+    """Build a node with both schedulers and no hand-offs; queues: waiting → prefill → running
+    (→ retracted → running).
+
+    We compare a pair of a prefill and a decode node with this node.
+    """
+    decode = DecodeScheduler(core)
+    waiting = WaitingQueue.from_config(core.config, core.memory.radix)
+    admission = AdmissionPolicy(core.memory, decode)
+    prefill = PrefillScheduler(core.engine, core.memory, waiting, admission)
+    return Node(core, own, control, CombinedScheduler(core, prefill, decode))
 
 
 def elastic_node(core: NodeCore, control: ControlThread, bootstrap_url: str) -> Assembled:
@@ -206,11 +221,11 @@ def elastic_node(core: NodeCore, control: ControlThread, bootstrap_url: str) -> 
     A backend tells the two ends of a link apart by their roles, so each end has a manager of its
     own, and introduces the node in its own role.
     """
-    outward, inward = _transfer(core), _transfer(core)
-    own = _introduce(core, control, outward, bootstrap_url)
+    outward, inward = _make_transfer(core), _make_transfer(core)
+    own = _describe_node(core, control, outward, bootstrap_url)
     as_prefill = msgspec.structs.replace(own, role="prefill")
     as_decode = msgspec.structs.replace(own, role="decode", transfers=inward.addresses())
-    waiting = WaitingQueue.of(core.config, core.memory.radix, core.costs)
+    waiting = WaitingQueue.from_config(core.config, core.memory.radix, core.costs)
     sending, registry = _sending_end(core, as_prefill, outward, waiting)
     decode = DecodeScheduler(core)
     receiving = ReceivingEnd(
@@ -219,32 +234,12 @@ def elastic_node(core: NodeCore, control: ControlThread, bootstrap_url: str) -> 
         as_decode,
         control,
         decode,
-        _digests(core),
+        _make_digests(core),
         sending,
-        owes_memory=lambda arrived: prefill.owes(arrived),
+        owes_memory=lambda arrived: prefill.owes_memory(arrived),
     )
-
-    def headroom(request: Request) -> int:
-        # NOTE: a peer's answer may wait for this prompt, and memory here for that peer.
-        urgent = sending.will_leave(request) and receiving.incoming and not prefill.running
-        if urgent and not decode.running:
-            return 0  # all that would give memory back waits for peers
-        if decode.needs_memory and not urgent:
-            return core.memory.num_pages
-        if request.outgoing is None and receiving.owes(request.times.arrived):
-            return core.memory.num_pages
-        staying = [r.sequence for r in prefill.running if r.outgoing is None]
-        coming = [incoming.request.sequence for incoming in receiving.incoming]
-        return decode.headroom(request.sequence, [*staying, *coming])
-
-    prefill = PrefillScheduler(
-        core.engine,
-        core.memory,
-        waiting,
-        will_leave=sending.will_leave,
-        reclaim=sending.park,
-        headroom=headroom,
-    )
+    admission = AdmissionPolicy(core.memory, decode, sending, receiving)
+    prefill = PrefillScheduler(core.engine, core.memory, waiting, admission)
     scheduler = CombinedScheduler(core, prefill, decode, sending, receiving)
     node = Node(
         core,
@@ -258,11 +253,11 @@ def elastic_node(core: NodeCore, control: ControlThread, bootstrap_url: str) -> 
     return Assembled(node, registry)
 
 
-def _digests(core: NodeCore) -> Digests | None:
-    return Digests(core.engine.pool, done=core.wake) if core.config.kv_digest else None
+def _make_digests(core: NodeCore) -> Digests | None:
+    return Digests(core.engine.pool, on_done=core.request_poll) if core.config.kv_digest else None
 
 
-def _transfer(core: NodeCore) -> TransferManager:
+def _make_transfer(core: NodeCore) -> TransferManager:
     config = core.config
     return make_transfer_manager(
         config.transfer_backend,
@@ -276,7 +271,7 @@ def _transfer(core: NodeCore) -> TransferManager:
     )
 
 
-def _introduce(
+def _describe_node(
     core: NodeCore,
     control: ControlThread,
     transfer: TransferManager | None = None,
@@ -288,11 +283,12 @@ def _introduce(
         instance_id=core.instance_id,
         role=cast("Role", config.role),
         model_id=core.engine.model_id,
+        identity=core.engine.identity,
         kv=core.engine.layout,
-        endpoint=f"tcp://{in_url(host)}:{control.port}",
+        endpoint=config.message_endpoint or f"tcp://{format_host(host)}:{control.port}",
         bootstrap=bootstrap_url,
         transfers={} if transfer is None else transfer.addresses(),
         kv_digest=config.kv_digest,
-        sampling_defaults=sampling_defaults(config.model, config.generation_config),
+        sampling_defaults=read_sampling_defaults(config.model, config.generation_config),
         drafter=describe_drafter(config, core.engine),
     )

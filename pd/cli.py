@@ -1,4 +1,4 @@
-"""``pd-launch`` and ``pd-bench``. Heavy imports happen only when a command needs them."""
+"""``pd-launch`` and ``pd-bench``. Each command imports heavy modules only when it runs."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from typing import TYPE_CHECKING, Protocol
 from pd import __version__
 from pd.commands.parser import Parser
 from pd.core.errors import PDError, SetupError
-from pd.core.exit import leave
-from pd.core.logs import configure_logging
+from pd.util.exit import exit_now
+from pd.util.logs import configure_logging
+from pd.util.output import printable_output, write_without_waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 logger = logging.getLogger(__name__)
 
-# The machine or the user's rights are to blame for an operation that fails with one of these.
+# The machine or the user's rights are to blame for these errors of the operating system.
 _LACKS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO}
 _LACKS |= {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN}
+
+_SERVERS = ("prefill", "decode", "unified", "proxy")
 
 _EXAMPLES = """\
 to see it work:
@@ -43,17 +46,21 @@ Every command has its own --help. configs/ has more deployments, docs/ explains 
 
 def launch(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``pd-launch``."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
         _open_standard_streams()
-        faulthandler.enable()  # a library that crashes would leave no word in the log
-    arguments = list(sys.argv[1:] if argv is None else argv)
+        faulthandler.enable()  # because a library that crashes would leave nothing in the log
+        # Other commands print results, and a slow reader must get all of them.
+        is_server = bool(arguments) and arguments[0] in _SERVERS
+        write_without_waiting(*(("stdout", "stderr") if is_server else ("stderr",)))
     parser, commands = launch_parser()
     name = arguments[0] if arguments and arguments[0] in commands else ""
-    return _guarded(f"pd-launch {name}".strip(), lambda: _launch(parser, commands, arguments), argv)
+    program = f"pd-launch {name}".strip()
+    return _run_guarded(program, lambda: _run_command(parser, commands, arguments), argv)
 
 
 def launch_parser() -> tuple[Parser, dict[str, Parser]]:
-    """The parser, and those of its commands by name."""
+    """Make the parser, and the parsers of its commands by name."""
     from pd.commands import admin, batch, cluster, demo
     from pd.commands.servers import add_command, add_servers
 
@@ -72,48 +79,46 @@ def launch_parser() -> tuple[Parser, dict[str, Parser]]:
     return parser, dict(added.choices)
 
 
-def _launch(parser: Parser, commands: dict[str, Parser], arguments: list[str]) -> int:
-    args = parse(parser, commands, arguments)
+def _run_command(parser: Parser, commands: dict[str, Parser], arguments: list[str]) -> int:
+    from pd.commands import admin, batch, cluster, demo, node, proxy
+
+    args, warnings = _parse_arguments(parser, commands, arguments)
     level = getattr(args, "log_level", "info")
     configure_logging(logging.getLevelNamesMapping()[level.upper()])
-    if args.command == "demo":
-        from pd.commands import demo
-
-        return demo.run(args)
-    if args.command == "admin":
-        from pd.commands import admin
-
-        return admin.run(args)
-    if args.command == "cluster":
-        from pd.commands import cluster
-
-        return cluster.run(args)
-    if args.command == "batch":
-        from pd.commands import batch
-
-        return batch.run(args)
-    from pd.commands import node, proxy
-
-    return proxy.run(args) if args.command == "proxy" else node.run(args)
+    for warning in warnings:
+        logger.warning("%s", warning)
+    programs = {"admin": admin, "batch": batch, "cluster": cluster, "demo": demo, "proxy": proxy}
+    status: int = programs.get(args.command, node).run(args)
+    return status
 
 
-def parse(parser: Parser, commands: dict[str, Parser], arguments: list[str]) -> argparse.Namespace:
-    """Flags and the file they name. Ends the process for what cannot be understood.
+def parse_arguments(
+    parser: Parser, commands: dict[str, Parser], arguments: list[str]
+) -> argparse.Namespace:
+    """Parse the flags and their settings file. Ends the process for invalid flags.
 
-    Raises UsageError for a file that cannot be used.
+    Raises UsageError for an invalid file.
     """
+    return _parse_arguments(parser, commands, arguments)[0]
+
+
+def _parse_arguments(
+    parser: Parser, commands: dict[str, Parser], arguments: list[str]
+) -> tuple[argparse.Namespace, list[str]]:
+    """Also return warnings about the file for the log."""
     if not arguments or arguments[0] not in commands:
-        return parser.parse_args(arguments)
+        return parser.parse_args(arguments), []
     name, flags = arguments[0], arguments[1:]
     command = commands[name]
+    warnings: list[str] = []
     if any(flag.split("=")[0] == "--config" for flag in flags):
         from pd.commands.yaml_config import with_config_file
 
-        flags = with_config_file(command, flags)
+        flags, warnings = with_config_file(command, flags)
     args, unknown = parser.parse_known_args([name, *flags])
     if unknown:
-        command.unknown(unknown[0])
-    return args
+        command.reject_argument(unknown[0])
+    return args, warnings
 
 
 class Benchmark(Protocol):
@@ -130,6 +135,7 @@ def bench(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``pd-bench``."""
     if argv is None:
         _open_standard_streams()
+        write_without_waiting("stderr")
     from pd.bench import compare, engine, proxy, radix, serve, sweep, transfer
     from pd.bench.page import command as report
 
@@ -154,19 +160,22 @@ def bench(argv: Sequence[str] | None = None) -> int:
         args = parser.parse_args(arguments, argparse.Namespace(command_line=arguments))
         return programs[args.command][0].run(args)
 
-    return _guarded(f"pd-bench {name}".strip(), measure, argv)
+    return _run_guarded(f"pd-bench {name}".strip(), measure, argv)
 
 
-def _guarded(program: str, run: Callable[[], int], argv: Sequence[str] | None) -> int:
-    """The exit status of ``run``, with which a process of ours (``argv`` None) ends here. Errors
-    made for people end with one line; others keep their traceback."""
-    status = _status(program, run)
+def _run_guarded(program: str, run: Callable[[], int], argv: Sequence[str] | None) -> int:
+    """Return the exit status of ``run``, or end the process with it if ``argv`` is None.
+
+    Our own errors become one line; others keep their traceback.
+    """
+    with printable_output():
+        status = _find_status(program, run)
     if argv is None:
-        leave(status)
+        exit_now(status)
     return status
 
 
-def _status(program: str, run: Callable[[], int]) -> int:
+def _find_status(program: str, run: Callable[[], int]) -> int:
     try:
         return run()
     except PDError as error:
@@ -175,11 +184,11 @@ def _status(program: str, run: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader of our output has left; Python would complain once more when it flushes.
+        # The reader of our output has left. Python would complain again when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        # OSError, and errors of libraries that have its number, such as those of ZMQ.
+        # OSError, and errors of libraries with its number, such as ZMQ's.
         if getattr(error, "errno", None) not in _LACKS:
             raise
         logger.debug("%s", program, exc_info=True)
@@ -190,13 +199,15 @@ def _status(program: str, run: Callable[[], int]) -> int:
 
 
 def _open_standard_streams() -> None:
-    """Open those of standard input, output and error that are closed, so that no socket or file
-    gets their descriptors, to which libraries and other processes of ours write."""
+    """Open closed standard streams.
+
+    Libraries and our other processes write to their descriptors, so no socket or file may get them.
+    """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
         except OSError:
-            # It gets the lowest number that is free, which is this one.
+            # The new descriptor gets the lowest free number, which is this one.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115

@@ -1,4 +1,4 @@
-"""The model that comes with pd: small, real, trained (docs/embedded-model.md)."""
+"""The small, trained model in this package (docs/embedded-model.md)."""
 
 from __future__ import annotations
 

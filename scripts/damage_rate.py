@@ -1,11 +1,11 @@
-"""How often one damaged byte of KV shows: in the answers, and with `--kv-digest`.
+"""Measure how often one damaged byte of KV changes an answer, and that `--kv-digest` finds it.
 
 Recall prompts go through a prefill and a decode node of the embedded model (float32, CPU) over the
-`fake` backend, which damages one byte of each on its way: every bit of it is flipped. The answer is
-compared with that to the same prompt undamaged. Where the byte lies is drawn at random, page,
-layer, K or V, head and dimension: anywhere; in the token of a digit that the answer repeats; of
-that the byte with sign and exponent; and of these only in V of the layer and head by which this
-model carries digits. With `--kv-digest` the same damage must fail every request.
+`fake` backend, which flips every bit of one byte. We compare each answer with that of the same
+prompt undamaged. The place is random (page, layer, K or V, head and dimension), in one of these
+areas: anywhere; the token of a digit that the answer repeats; there, the byte with sign and
+exponent; and of these, only V of the layer and head with which this model carries digits. With
+`--kv-digest` the same damage must fail every request.
 
     python scripts/damage_rate.py --output benchmarks/results/damage_rate.json
 """
@@ -58,9 +58,10 @@ class Damage:
 
 
 class Pair:
-    """A prefill and a decode node in this process, behind a proxy.
+    """A prefill and a decode node in this process, with a proxy.
 
-    ``damages`` come in order: that of the n-th request, or None for a request that stays intact.
+    Args:
+        damages: damage of each request in order; None leaves it intact.
     """
 
     def __init__(self, directory: Path, damages: list[Damage | None], *, digest: bool) -> None:
@@ -97,7 +98,7 @@ class Pair:
             node.stop()
 
     def ask(self, example: Example) -> httpx.Response:
-        """The last question of a conversation; nothing of an earlier request is used again."""
+        """Ask the last question of a conversation, with nothing cached from earlier requests."""
         body = {
             "messages": [message._asdict() for message in _messages(example)],
             "temperature": 0,
@@ -146,7 +147,7 @@ class Places:
         return Damage(token, layer, part, _FLOAT_BYTES * number + byte)
 
     def _digit(self, example: Example, encoding: Any) -> int:
-        """The token of one digit of the value that is asked for."""
+        """Return the token of one digit of the requested value."""
         prompt = render(_messages(example))
         value = example.turns[-1].answer.removesuffix(".").split()[-1]
         place = prompt.index(value) + self._rng.randrange(len(value))
@@ -156,7 +157,7 @@ class Places:
 
 
 def measure(prompts: int, seed: int, directory: Path) -> list[dict[str, Any]]:
-    """One row for each of :data:`WHERE`."""
+    """Measure one row for each of :data:`WHERE`."""
     examples = recall_examples(PROMPT_TOKENS, prompts)
     places = Places(random.Random(seed))
     damages = {where: [places.draw(example, where) for example in examples] for where in WHERE}

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Check and measure pd on this host's GPUs: results as JSON, logs beside them, a table last.
+# Check and measure pd on this host's GPUs. Writes results as JSON and logs, and prints a table.
 set -uo pipefail
 
 PARTS=(tests kernels attention engine idle tensor transfer split)
@@ -54,7 +54,7 @@ gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())') || exit 1
 has() { [[ " ${chosen[*]} " == *" $1 "* ]]; }
 
 table="" worst=0
-# Run a part: its name, its time-out in seconds, its command. Its last lines are shown at once.
+# Run a part: its name, its time-out in seconds, its command. Shows its last lines at once.
 part() {
     local name=$1 limit=$2 status began=$SECONDS
     shift 2
@@ -79,7 +79,7 @@ if has tests; then
     pytest=("$python" -m pytest -p no:cacheprovider -vv --timeout 300 -m "not full and not starved")
     part tests 1500 "${pytest[@]}" "--junitxml=$out/tests.xml" \
         tests/gpu tests/kernels tests/speculative/test_draft_graphs.py \
-        tests/unified_node/test_unified_memory.py
+        tests/node/test_unified_memory.py
     if [ "$gpus" -ge 2 ]; then
         part sizes 300 env PD_TEST_DEVICE=cuda "${pytest[@]}" \
             "--junitxml=$out/tests-sizes.xml" -m "" -k "not mooncake" \

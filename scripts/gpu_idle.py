@@ -1,15 +1,15 @@
-"""How long a GPU did nothing between steps, and what it did otherwise, from a trace.
+"""Show how long a GPU was idle between steps, and which kernels took the rest, from a trace.
 
     pd-bench engine --model llama-3.1-8b --work decode:64 --profile trace.json
     python scripts/gpu_idle.py trace.json
 
-Other steps than those are traced with ``--profile-work``.
+To trace other steps, use ``--profile-work``. The trace is torch.profiler's. The GPU is idle while
+no kernel, copy or fill runs on it, between the first and the last of them. A step ends with the
+copy of its tokens to the host.
 
-The trace is that of torch.profiler. The GPU is idle while no kernel, copy or fill runs on it,
-between the first and the last of them. The end of a step is the end of the copy that brings its
-tokens to the host. Tracing every kernel of a CUDA graph takes time between kernels, so beside the
-idle share of the trace stands what follows from the same busy time and the step's time without
-tracing. Exit status 1 if the trace's idle share exceeds --limit.
+Tracing every kernel of a CUDA graph takes time between kernels. We therefore also print the idle
+share that follows from the same busy time and the step's time without tracing. The exit status is 1
+if the trace's idle share exceeds --limit.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class Span:
 
 
 def read_trace(path: Path) -> tuple[list[Span], dict[str, Any]]:
-    """Read spans, ordered by their begin, and what ``pd-bench engine`` wrote about the steps.
+    """Read spans, ordered by their start, and the notes of ``pd-bench engine`` about the steps.
 
-    The latter is empty for traces of other programs. Ends the program for a file without GPU work,
-    or with that of several GPUs.
+    The notes are empty for traces of other programs. Ends the program if the trace has no GPU work,
+    or that of several GPUs.
     """
     data = path.read_bytes()
     trace = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
@@ -63,7 +63,7 @@ def read_trace(path: Path) -> tuple[list[Span], dict[str, Any]]:
 
 
 def gaps(spans: Iterable[Span]) -> list[tuple[float, float]]:
-    """Intervals in which nothing ran, between the first begin and the last end, microseconds."""
+    """Return idle intervals between the first start and the last end, in microseconds."""
     found = []
     reached: float | None = None
     for span in spans:
@@ -74,8 +74,8 @@ def gaps(spans: Iterable[Span]) -> list[tuple[float, float]]:
 
 
 def step_ends(spans: list[Span], steps: int | None) -> list[float]:
-    """Ends of the copies of tokens to the host; none if there is not one a step. (A few more steps
-    than were asked for pass before a trace ends.)"""
+    """Return the ends of the copies of tokens to the host; empty unless there is one per step. (A
+    trace ends a few steps later than requested.)"""
     ends = sorted(span.end for span in spans if span.name.startswith("Memcpy DtoH"))
     if steps is not None and not steps - 2 <= len(ends) <= 1.5 * steps:
         return []
@@ -83,7 +83,7 @@ def step_ends(spans: list[Span], steps: int | None) -> list[float]:
 
 
 def idle_by_step(idle: list[tuple[float, float]], ends: list[float]) -> list[float]:
-    """Idle share of each whole step."""
+    """Return the idle share of each whole step."""
     lost = [0.0] * (len(ends) + 1)
     for begin, end in idle:
         lost[bisect_right(ends, begin)] += end - begin
@@ -92,7 +92,7 @@ def idle_by_step(idle: list[tuple[float, float]], ends: list[float]) -> list[flo
 
 
 def summarize(spans: list[Span], facts: dict[str, Any]) -> dict[str, Any]:
-    """Milliseconds and shares."""
+    """Return milliseconds and shares."""
     idle = gaps(spans)
     lengths = [end - begin for begin, end in idle]
     span_us = max(span.end for span in spans) - spans[0].begin
@@ -119,7 +119,7 @@ def summarize(spans: list[Span], facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def by_name(spans: list[Span], count: int) -> list[dict[str, Any]]:
-    """Names of the spans that took most of the time."""
+    """Return the names of the spans that took most of the time."""
     times: dict[str, list[float]] = defaultdict(list)
     for span in spans:
         times[span.name].append(span.end - span.begin)

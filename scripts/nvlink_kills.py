@@ -1,19 +1,20 @@
-"""Kill the decode node again and again while KV is on its way to it.
+"""Kill the decode node again and again while KV travels to it.
 
     python scripts/nvlink_kills.py --output FILE
 
-One prefill node, one decode node and a proxy, with a checkpoint whose KV cache has Llama-3.1-8B's
-shape (32 layers, 8 heads of 128, bfloat16) and pools of an 8B deployment's size, but hardly any
-weights, so that nodes start within seconds. Clients ask for long prompts in turn, which the prefill
-node's cache holds and the decode node's does not, so that nearly all of the time goes into pushes.
-At a random moment, when the prefill node says that it hands prompts over, the decode node is killed
-(SIGKILL) and started again at once, and must get a pool of the same size. Two such pools do not fit
-its GPU, so that works only if the prefill node gave up its mapping of the old one. A request must
-succeed after each restart, on the prefill process that was there from the start. Kills go on until
-enough have hit a push, as the prefill node's log says: when it noticed, `noticed_s` after the kill,
-it had `transfers` to push or being pushed, and `stores` were launched on its GPU and not complete.
-`lost` requests failed until the node was back, most of them asked in vain. Exit status 1 if any of
-it fails.
+There are a prefill node, a decode node and a proxy. The checkpoint has KV of Llama-3.1-8B's shape
+(32 layers, 8 heads of 128, bfloat16) but hardly any weights, so nodes with large pools start within
+seconds. Clients repeat long prompts, cached by the prefill node but not by the decode node, so
+nearly all of the time goes into pushes. At a random moment, while the prefill node reports
+hand-offs, the decode node is killed (SIGKILL) and restarted at once. It must get a pool of the same
+size. Two such pools do not fit its GPU, so this works only if the prefill node has given up its
+mapping of the old one.
+
+After each restart a request must succeed, on the original prefill process. Kills continue until
+enough have hit a push, by the prefill node's log: it noticed `noticed_s` after the kill, had
+`transfers` to push or being pushed, and `stores` launched on its GPU but not complete. `lost`
+requests failed until the node was back, most of them several times. The exit status is 1 if any
+check fails.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _UNMAPPED = re.compile(
 
 
 def write_model(shape: str, directory: Path) -> Path:
-    """``config.json`` and a tokenizer; weights are dummies."""
+    """Write ``config.json`` and a tokenizer; weights are dummies."""
     heads, layers, width, hidden, context = SHAPES[shape]
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -83,7 +84,7 @@ def write_model(shape: str, directory: Path) -> Path:
 
 
 def make_prompts(lengths: tuple[int, int], tokens: int, rng: random.Random) -> list[bytes]:
-    """Requests of ``tokens`` prompt tokens in all, of which no two share a page."""
+    """Make requests with ``tokens`` prompt tokens in all. No two of them share a page."""
     bodies: list[bytes] = []
     while tokens > 0:
         length = rng.randint(*lengths)
@@ -156,7 +157,7 @@ class Unmapped:
 
 
 class Trial:
-    """The processes, and what is asserted of them after each kill."""
+    """The processes, and the checks after each kill."""
 
     prefill: Process
     decode: Process
@@ -194,7 +195,7 @@ class Trial:
         return process
 
     def run(self) -> None:
-        """All kills under load; ``kills`` has what was seen of each."""
+        """Run all kills under load; ``kills`` has the observations of each."""
         args = self._args
         tokens = int(args.kv_cache_tokens * _PROMPTS)
         self._bodies = make_prompts((args.min_prompt, args.max_prompt), tokens, self._rng)
@@ -215,7 +216,7 @@ class Trial:
         print(f"requests: {load.succeeded} succeeded, {load.failed} lost with a decode node")
 
     def hits(self) -> int:
-        """Number of kills that hit a store under way; all of them where no log names stores."""
+        """Count the kills during a running store; all of them if no log names stores."""
         return sum(kill.get("stores", 1) > 0 for kill in self.kills)
 
     def _kill(self, number: int, load: Load) -> dict[str, Any]:
@@ -280,7 +281,7 @@ class Trial:
         wait_until(answered, 30, lambda: errors[-1])
 
     def unmapped(self) -> list[Unmapped]:
-        """The mappings that the prefill node has closed, in their order."""
+        """List the mappings closed by the prefill node, in order."""
         found = []
         for at, *numbers in _UNMAPPED.findall((self._directory / "prefill.log").read_text()):
             written = datetime.strptime(at, "%Y-%m-%d %H:%M:%S,%f").timestamp()
@@ -320,7 +321,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def commit() -> str:
-    """Commit of the working tree; PD_COMMIT names it where there is no repository."""
+    """Return the commit of the working tree, or PD_COMMIT if there is no repository."""
     if "PD_COMMIT" in os.environ:
         return os.environ["PD_COMMIT"]
     command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
@@ -338,7 +339,7 @@ def gpus() -> list[str]:
 
 
 def attempt(args: argparse.Namespace, directory: Path) -> tuple[Trial, str]:
-    """All kills, and what went wrong, if anything did. Every process has ended."""
+    """Run all kills; returns their errors. Every process has ended afterwards."""
     trial = Trial(args, directory)
     error = ""
     try:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Collect what a GPU host without a network needs to run pd, beside the torch that it has.
+# Collect the wheels that a GPU host without a network needs to run pd, in addition to its torch.
 set -euo pipefail
 
 usage() {
@@ -55,7 +55,7 @@ python=python3
 mkdir -p "$directory"
 directory=$(cd "$directory" && pwd)
 
-# pip takes only wheels of the very tags that it is given, so all that the host can use are named.
+# pip takes only wheels of the given tags, so we name all tags that the host can use.
 platforms=(--platform "manylinux2014_$machine" --platform "manylinux2010_$machine")
 platforms+=(--platform "manylinux1_$machine")
 for minor in $(seq 5 "${glibc#2.}"); do
@@ -68,7 +68,7 @@ download() {
         --dest "$directory" "$@"
 }
 
-# FlashInfer asks for much that only other kernels than ours need; these it imports.
+# FlashInfer requires many packages only for kernels that we do not use. It imports these.
 flashinfer_needs=(apache-tvm-ffi nvidia-ml-py requests click einops ninja packaging tabulate tqdm)
 requirements() {
     "$python" - "$root/pyproject.toml" "$@" <<'END'
@@ -83,10 +83,10 @@ for requirement in wanted:
 END
 }
 mapfile -t runtime < <(requirements | grep -v '^xgrammar')
-# xgrammar requires transformers, and torch, for which it stands below.
+# We install xgrammar without its requirements (below), so transformers is named here.
 resolved=("${runtime[@]}" "${flashinfer_needs[@]}" "transformers>=5,<6")
 [ -z "$tests" ] || resolved+=(pytest pytest-timeout pytest-xdist hypothesis jsonschema)
-# Without what they require themselves, so that no CUDA library of another version comes along.
+# Without their requirements, so that no CUDA library of another version comes along.
 mapfile -t alone < <(requirements | grep '^xgrammar')
 while read -r requirement; do
     case "$requirement" in nixl*) [ -n "$nixl" ] || continue ;; esac
@@ -97,10 +97,10 @@ done < <(requirements gpu)
 echo "downloading for Python $python_version, $machine, glibc $glibc into $directory" >&2
 download "${resolved[@]}"
 download --no-deps "${alone[@]}"
-# What came along although the host has it.
+# Packages that came along although the host has them.
 find "$directory" -name 'torch-*.whl' -o -name 'triton-*.whl' -o -name 'numpy-*.whl' \
     -o -name 'nvidia_c*.whl' | xargs -r rm --
-# From a copy: setuptools would leave files in the tree, and find them there the next time.
+# From a copy, because setuptools would leave files in the tree and find them there next time.
 copy=$(mktemp -d)
 trap 'rm -r "$copy"' EXIT
 cp -r "$root/pyproject.toml" "$root/README.md" "$root/LICENSE" "$root/pd" "$copy"
@@ -113,7 +113,7 @@ fi
     echo '#!/bin/sh'
     echo '# Written by scripts/offline_wheels.sh. Flags are passed on to pip install.'
     echo 'set -eu'
-    # Without the quotes around here: it is the directory of install.sh on the other host.
+    # Not expanded here, because it is the directory of install.sh on the other host.
     echo 'here=$(cd "$(dirname "$0")" && pwd)'
     echo 'pip="${PYTHON:-python3} -m pip install --no-index --find-links $here"'
     echo 'case " $* " in'

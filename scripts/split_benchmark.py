@@ -1,14 +1,13 @@
-"""A split over two GPUs and two unified nodes on the same GPUs, asked the same, one after another.
+"""Compare a split over two GPUs with two unified nodes on the same GPUs, one after the other.
 
     python scripts/split_benchmark.py --output benchmarks/results/split_gpu.json
 
-Real processes with dummy weights: a prefill node on the first device and a decode node on the
-second behind one proxy, for each transfer backend; and a unified node on each device behind
-another proxy. All start together, so that little time passes before the first measurement; who is
-not measured is idle. What is measured is said by `pd-bench serve`. Besides, every other unloaded
-prompt is for the prefill node alone (it asks for one token, so there is nothing to hand over), and
-the nodes' own metrics say how long prefill took with and without sending KV meanwhile, and how much
-of a transfer a request waits for. Rows of vLLM are not of this run
+Nodes are real processes with dummy weights. For each transfer backend there are a prefill node on
+the first device, a decode node on the second, and a proxy. Another proxy serves a unified node on
+each device. All start together to save time, and are idle while others are measured. `pd-bench
+serve` defines the measures. Every other unloaded prompt asks the prefill node for one token, so
+nothing is handed over. The nodes' metrics say how long prefill took with and without sending KV,
+and for how much of a transfer a request waits. Rows of vLLM come from another run
 (`benchmarks/reference_vllm.json`).
 """
 
@@ -39,7 +38,7 @@ from pd.bench.serve import (  # noqa: E402
     Prompts,
     ask_one,
     measure_load,
-    show,
+    show_rows,
     timing_row,
     unloaded_rows,
 )
@@ -117,8 +116,8 @@ class Deployments:
         self._children.wait_ready(children, check)
 
     def check(self) -> None:
-        """Raises SetupError if a process has ended."""
-        self._children.check()
+        """Raise SetupError if a process has ended."""
+        self._children.check_alive()
 
     def stop(self) -> None:
         self._children.stop()
@@ -135,7 +134,8 @@ class Measurement:
         self.rows: list[dict[str, Any]] = []
 
     def run(self) -> dict[str, Any]:
-        """Measure everything; returns facts about the load besides its rows. Raises PDError."""
+        """Measure everything; returns facts about the load in addition to its rows. Raises
+        PDError."""
         args = self._args
         for length in args.unloaded:
             self._unloaded(length)
@@ -151,9 +151,9 @@ class Measurement:
         return {self._system.name: facts}
 
     def _unloaded(self, length: int) -> None:
-        """Prompts for the prefill node alone and for the split take turns, each after a rest and as
-        often after one of the other kind as of its own, so that both meet GPUs that are as warm and
-        clocked as high. Short prompts come more often: a millisecond of a host's noise is much of
+        """Alternate prompts for the prefill node alone and for the split, each after a rest. Each
+        kind follows either kind equally often, so both meet equally warm GPUs at equal clocks.
+        Short prompts are repeated more often, because a millisecond of noise is a large share of
         their time."""
         name, prefill = self._system.name, self._system.prefill
         kinds = {name: self._args.outputs}
@@ -177,7 +177,7 @@ class Measurement:
 
     def _add(self, rows: list[dict[str, Any]], name: str) -> None:
         print(f"--- {name}", flush=True)
-        self.rows += [{"system": name, **row} for row in show(rows)]
+        self.rows += [{"system": name, **row} for row in show_rows(rows)]
 
     def _within(self, work: Any) -> Any:
         async def limited() -> Any:
@@ -190,7 +190,7 @@ class Measurement:
 
 
 def totals(node: LaunchedProcess | None) -> dict[str, float]:
-    """Sums and counts of the histograms of a node, by name and labels; empty without a node."""
+    """Sum and count the histograms of a node, by name and labels; empty without a node."""
     found: dict[str, float] = {}
     if node is not None:
         for line in httpx.get(f"{node.url}/metrics", timeout=10).text.splitlines():
@@ -201,7 +201,7 @@ def totals(node: LaunchedProcess | None) -> dict[str, float]:
 
 
 def _node_rows(work: str, prompts: list[dict[str, float]]) -> list[dict[str, Any]]:
-    """Rows of the growth of the prefill node's metrics with each prompt."""
+    """Make rows of the growth of the prefill node's metrics with each prompt."""
     kinds = {
         'pd_stage_seconds_sum{stage="prefill"}': "prefill, as the node says",
         "pd_transfer_exposed_seconds_sum": "transfer that the second token waits for",
@@ -220,7 +220,7 @@ def _node_rows(work: str, prompts: list[dict[str, float]]) -> list[dict[str, Any
 
 
 def reference(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Results of vLLM with the same load, if it was measured on this machine."""
+    """Return results of vLLM with the same load, if they were measured on this machine."""
     known = json.loads(REFERENCE.read_text())
     alike = args.model == known["model"] and args.load in (None, MixedLoad())
     return [dict(row) for row in known["serve"]] if alike else []
@@ -272,7 +272,7 @@ def _load(text: str) -> MixedLoad | None:
 def measure(
     args: argparse.Namespace, directory: Path, rows: list[dict[str, Any]], facts: dict[str, Any]
 ) -> str:
-    """Fill in rows and facts of all systems; what went wrong, if anything did."""
+    """Fill in rows and facts of all systems; returns the error, if any."""
     deployments = Deployments(args, directory)
     errors = []
     began = time.monotonic()

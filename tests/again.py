@@ -14,9 +14,9 @@ def run_again(file: str, every: int, chosen: str = "", **environment: str) -> No
     """Assert that the tests of ``file`` pass, and that none is skipped.
 
     Args:
-        every: of so many tests one runs.
+        every: run one of so many tests.
         chosen: an expression that leaves out some.
-        environment: variables that say what is different.
+        environment: variables of the other circumstances.
     """
     command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider"]
     command += ["-rs", "-m", "not full", "--every", str(every), "-k", chosen]

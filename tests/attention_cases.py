@@ -30,16 +30,16 @@ class Pool:
     num_pages: int
     buffer: torch.Tensor
 
-    def key(self, layer: int) -> torch.Tensor:
+    def get_keys(self, layer: int) -> torch.Tensor:
         return self.buffer[layer, 0]
 
-    def value(self, layer: int) -> torch.Tensor:
+    def get_values(self, layer: int) -> torch.Tensor:
         return self.buffer[layer, 1]
 
 
 class Case:
-    """Sequences with random history, and one step's new tokens. Pages are placed at random, or one
-    behind the other."""
+    """Sequences with random history, and one step's new tokens. Pages are at random places, or one
+    after the other."""
 
     def __init__(
         self,
@@ -55,8 +55,12 @@ class Case:
         adjacent: bool = False,
         trees: Sequence[np.ndarray | None] | None = None,
     ) -> None:
-        """``shapes``: (tokens in the pool, new tokens) of each sequence; ``trees`` as in
-        :class:`AttentionBatch`."""
+        """Place the sequences in pages.
+
+        Args:
+            shapes: (tokens in the pool, new tokens) of each sequence.
+            trees: as in :class:`AttentionBatch`.
+        """
         random = np.random.default_rng(seed)
         generator = torch.Generator().manual_seed(seed)
         self.shapes, self.group, self.page_size = shapes, group, page_size
@@ -90,7 +94,8 @@ class Case:
         return torch.from_numpy(pages * self.page_size + positions % self.page_size)
 
     def expected(self, layer: int) -> torch.Tensor:
-        """By definition, one token and head at a time, in float64; the pool must be written."""
+        """Compute attention by its definition, one token and head at a time, in float64. The pool
+        must be written."""
         out = torch.empty(self.q.shape, dtype=torch.float64)
         row = 0
         for sequence, (start, length) in enumerate(self.shapes):
@@ -107,8 +112,8 @@ class Case:
     def expected_row(self, q: torch.Tensor, layer: int, slots: torch.Tensor) -> torch.Tensor:
         """Attend with one token's ``q``, ``[heads, head_dim]``, to the keys in ``slots``."""
         out = torch.empty(q.shape, dtype=torch.float64)
-        keys = self.pool.key(layer)[slots].double()
-        values = self.pool.value(layer)[slots].double()
+        keys = self.pool.get_keys(layer)[slots].double()
+        values = self.pool.get_values(layer)[slots].double()
         for head in range(len(q)):
             shared = head // self.group
             scores = keys[:, shared] @ q[head].double() / self.head_dim**0.5
@@ -116,24 +121,26 @@ class Case:
         return out
 
     def attend(self, backend: AttentionBackend, layer: int = 1) -> torch.Tensor:
-        """The whole step of a backend over this pool; memory it forgets to write is NaN."""
+        """Run a whole step of a backend over this pool. Memory that it forgets to write is NaN."""
         backend.plan(self.batch)
-        store_kv(self.pool.key(layer), self.pool.value(layer), backend.slots, self.k, self.v)
+        store_kv(
+            self.pool.get_keys(layer), self.pool.get_values(layer), backend.slots, self.k, self.v
+        )
         with poisoned_memory():
             return backend.attend(layer, self.q, self.k, self.v)
 
     def pool_copy(self) -> Pool:
-        """A copy of the pool in float32 on the CPU."""
+        """Copy the pool to float32 on the CPU."""
         return Pool(self.page_size, self.pool.num_pages, self.pool.buffer.float().cpu().clone())
 
     def reference(self, layer: int = 1) -> torch.Tensor:
-        """The result of the torch backend in float32 on the CPU, for cases too large for
+        """Compute with the torch backend in float32 on the CPU, for cases too large for
         :meth:`expected`."""
         pool = self.pool_copy()
         q, k, v = (x.float().cpu() for x in (self.q, self.k, self.v))
         backend = TorchAttention(pool, self.q.shape[1])
         backend.plan(self.batch)
-        store_kv(pool.key(layer), pool.value(layer), backend.slots, k, v)
+        store_kv(pool.get_keys(layer), pool.get_values(layer), backend.slots, k, v)
         return backend.attend(layer, q, k, v)
 
     def spoil(self, value: float = float("nan")) -> None:
@@ -158,7 +165,11 @@ class DraftStep:
     """Rows of one draft step over the sequences of a case, which see keys at random."""
 
     def __init__(self, case: Case, sequences: Sequence[int], random: np.random.Generator) -> None:
-        """``sequences``: that of each row, whose tokens lie at different places."""
+        """Place the rows of these sequences.
+
+        Args:
+            sequences: sequence of each row; its tokens are at different places.
+        """
         self.case, self.sequences = case, list(sequences)
         self.limits = np.array([sum(case.shapes[i]) for i in sequences], np.int64)
         self.pages = [case.pages[i] for i in sequences]
@@ -186,7 +197,7 @@ class DraftStep:
         )
 
     def visible(self, row: int) -> np.ndarray:
-        """Positions that a row sees, ascending."""
+        """Return the positions that a row sees, ascending."""
         base, mask = int(self.bases[row]), int(self.masks[row])
         return np.array([*range(base), *(base + bit for bit in range(64) if mask >> bit & 1)])
 
@@ -202,7 +213,7 @@ class DraftStep:
         self.case.pool.buffer[:, :, hidden.to(self.case.pool.buffer.device)] = float("nan")
 
     def fill(self, graph: DraftAttention) -> None:
-        """Say on the device where rows lie and what they see; padding gets arbitrary numbers."""
+        """Write to the device where rows are and what they see. Padding gets arbitrary numbers."""
         for tensor, values in (
             (graph.places, self.places),
             (graph.bases, self.bases),
@@ -214,25 +225,25 @@ class DraftStep:
     def attend(self, graph: DraftAttention, layer: int = 1) -> torch.Tensor:
         """Run a planned step over the graph's pool; memory it forgets to write is NaN."""
         self.fill(graph)
-        graph.locate()
+        graph.locate_slots()
         padding, pool = len(graph.places) - len(self.sequences), graph.pool
-        keys = pool.key(layer)
+        keys = pool.get_keys(layer)
         q, k, v = (
             torch.cat((x, torch.ones(padding, *x.shape[1:]).to(x))).to(keys)
             for x in (self.q, self.k, self.v)
         )
-        store_kv(keys, pool.value(layer), graph.slots, k, v)
+        store_kv(keys, pool.get_values(layer), graph.slots, k, v)
         with poisoned_memory():
             return graph.attend(layer, q, k, v)
 
     def reference(self) -> torch.Tensor:
-        """The result of the torch backend in float32 on the CPU."""
+        """Compute with the torch backend in float32 on the CPU."""
         graph = TorchDraft(self.case.pool_copy(), len(self.sequences))
         graph.plan(self.limits, self.pages)
         return self.attend(graph)
 
     def expected(self, layer: int = 1) -> torch.Tensor:
-        """By definition; the pool must be written."""
+        """Compute attention by its definition. The pool must be written."""
         rows = range(len(self.sequences))
         return torch.stack(
             [self.case.expected_row(self.q[i].cpu(), layer, self.seen_slots(i)) for i in rows]
@@ -241,7 +252,7 @@ class DraftStep:
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Torch fills what it allocates with NaN meanwhile."""
+    """Make torch fill its allocations with NaN."""
     torch.use_deterministic_algorithms(True)
     try:
         yield

@@ -17,7 +17,7 @@ _LOOP = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(ran
 
 @contextlib.contextmanager
 def two_cores() -> Iterator[None]:
-    """What this thread starts from now on shares two cores, however many the machine has."""
+    """Restrict everything that this thread starts to two cores."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(before)[:2])
     try:
@@ -28,7 +28,7 @@ def two_cores() -> Iterator[None]:
 
 @contextlib.contextmanager
 def busy_loops(count: int) -> Iterator[None]:
-    """As many processes that want all of a core each."""
+    """Run so many processes, each of which occupies a core."""
     loops: list[subprocess.Popen[bytes]] = []
     try:
         for _ in range(count):

@@ -27,7 +27,7 @@ class CertificateFiles(NamedTuple):
 
     @property
     def flags(self) -> dict[str, str]:
-        """Fields of a proxy's configuration."""
+        """Return fields of a proxy's configuration."""
         return {"tls_cert": self.cert, "tls_key": self.key}
 
 
@@ -53,14 +53,14 @@ class Authority:
         assert done.returncode == 0, done.stderr
 
     def key(self, name: str, *options: str, kind: Sequence[str] = EC) -> str:
-        """The file of a new key, which only this user can read."""
+        """Make a new key, readable by this user only."""
         path = str(self._directory / f"{name}.key")
         self.run("genpkey", *kind, *options, "-out", path)
         os.chmod(path, 0o600)
         return path
 
     def issue(self, name: str, days: int = 1, *options: str) -> CertificateFiles:
-        """A certificate for this host. With negative ``days`` it has expired."""
+        """Issue a certificate for this host. With negative ``days`` it has expired."""
         key = self.key(name)
         request, extensions = str(self._directory / "request"), self._directory / "extensions"
         cert = str(self._directory / f"{name}.pem")
@@ -72,7 +72,7 @@ class Authority:
         return CertificateFiles(cert, key)
 
     def trusting(self) -> ssl.SSLContext:
-        """A new context of a client that trusts this authority alone."""
+        """Make a client's context that trusts only this authority."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.load_verify_locations(self.cert)
         return context

@@ -102,7 +102,7 @@ def make_checkpoint(architecture: str, directory: Path, *, seed: int = 0, **over
 
 @torch.no_grad()
 def _randomize(model: torch.nn.Module, seed: int) -> None:
-    """Weights under which logits are well apart and greedy text wanders (see loader._fill_dummy).
+    """Fill weights so that logits are well apart and greedy text varies (see loader._fill_dummy).
 
     Norms and biases are random too, so that ignoring one is noticed.
     """
@@ -120,11 +120,13 @@ def _randomize(model: torch.nn.Module, seed: int) -> None:
 
 
 def write_tokenizer(directory: Path) -> None:
-    """A byte-level tokenizer: ids 0 to 255 are bytes in GPT-2's alphabet, then special tokens."""
+    """Write a byte-level tokenizer: ids 0 to 255 are bytes in GPT-2's alphabet, then special
+    tokens."""
     # Sorted, GPT-2's alphabet has a stable order; bytes are mapped by the pre-tokenizer.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("h", "e"), ("t", "he"), ("Ġ", "the"), ("i", "n"), ("in", "g"), ("a", "n")]
-    vocab = {token: i for i, token in enumerate(alphabet)}
+    # With the special tokens, which would otherwise get ids of merges.
+    vocab = {token: i for i, token in enumerate([*alphabet, *SPECIAL_TOKENS])}
     for i, (left, right) in enumerate(merges):
         vocab[left + right] = 256 + len(SPECIAL_TOKENS) + i
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
@@ -145,7 +147,7 @@ def write_tokenizer(directory: Path) -> None:
 
 @functools.lru_cache(maxsize=16)
 def reference_model(directory: Path) -> Any:
-    """transformers' model, float32 on the CPU, cached."""
+    """Load transformers' model, float32 on the CPU, cached."""
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     return model.eval()
 
@@ -154,7 +156,7 @@ def reference_model(directory: Path) -> Any:
 def reference_generate(
     directory: Path, prompts: list[list[int]], max_new_tokens: int, *, stop_at_eos: bool = False
 ) -> list[list[int]]:
-    """Greedy tokens of each prompt, one prompt at a time.
+    """Generate greedy tokens of each prompt, one prompt at a time.
 
     With ``stop_at_eos`` a list ends with the first end-of-sequence id of ``generation_config``.
     """
@@ -177,16 +179,16 @@ def reference_generate(
 
 @torch.inference_mode()
 def reference_logits(directory: Path, token_ids: list[int]) -> torch.Tensor:
-    """float32 logits ``[len(token_ids), vocab_size]`` of a whole sequence."""
+    """Compute float32 logits ``[len(token_ids), vocab_size]`` of a whole sequence."""
     return reference_model(directory)(torch.tensor([token_ids])).logits[0]
 
 
 @torch.inference_mode()
 def is_greedy(directory: Path, prompt: list[int], tokens: list[int], tie: float = 1e-5) -> bool:
-    """Whether each token is the reference's best after those before it, or within ``tie`` of it.
+    """Return whether each token is the reference's best after the earlier ones, or within ``tie``.
 
-    Two logits that differ by a rounding of float32 may come in either order in a batch of another
-    size, and the text goes on from either; one of several thousand random tokens is such a tie.
+    Two logits that differ by rounding may come in either order in a batch of another size, and the
+    text continues from either. One of several thousand random tokens is such a tie.
     """
     logits = reference_logits(directory, prompt + tokens)[len(prompt) - 1 : -1]
     chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
@@ -194,5 +196,6 @@ def is_greedy(directory: Path, prompt: list[int], tokens: list[int], tie: float 
 
 
 def reference_logprobs(directory: Path, token_ids: list[int]) -> torch.Tensor:
-    """float32 log probabilities ``[len(token_ids), vocab_size]``; row i is of token i + 1."""
+    """Compute float32 log probabilities ``[len(token_ids), vocab_size]``; row i is of token i +
+    1."""
     return torch.log_softmax(reference_logits(directory, token_ids), dim=-1)

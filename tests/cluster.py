@@ -29,13 +29,13 @@ from pd.core.messages import (
     TakeBack,
     TakenBack,
     TokenLogprobs,
-    decode,
-    encode,
+    decode_message,
+    encode_message,
 )
 from pd.core.sampling_params import SamplingParams
-from pd.core.waker import Waker
 from pd.launch import NodeServer
 from pd.scheduling import calibration
+from pd.util.waker import Waker
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -47,7 +47,7 @@ calibration.SECONDS = 0.05
 
 
 def start_node(role: str, model: Path, **settings: Any) -> NodeServer:
-    """A node on free ports of loopback."""
+    """Start a node on free ports of loopback."""
     settings.setdefault("kv_cache_tokens", 8192)
     # PD_TEST_DEVICE=cuda runs the same tests on a GPU, still in float32.
     settings.setdefault("device", os.environ.get("PD_TEST_DEVICE", "cpu"))
@@ -100,8 +100,7 @@ class Pending:
     late: list[str] = field(default_factory=list)
 
     def result(self, timeout: float = 120.0) -> list[list[int]]:
-        """Token ids of every choice, with those that were produced before; raises what the nodes
-        said."""
+        """Return token ids of every choice, including earlier ones; raises the nodes' error."""
         assert self.done.wait(timeout), f"{self.rid} did not end within {timeout} s"
         if self.error is not None:
             raise self.error
@@ -112,13 +111,17 @@ class Pending:
         ]
 
     def tokens(self, timeout: float = 120.0) -> list[int]:
-        """Token ids of the only choice."""
+        """Return the token ids of the only choice."""
         (only,) = self.result(timeout)
         return only
 
 
 def same(one: Pending, other: Pending, about: object = "") -> None:
-    """Equal tokens, ends and log probabilities. ``about``: what failures say besides."""
+    """Assert equal tokens, ends and log probabilities.
+
+    Args:
+        about: added to the message of a failure.
+    """
     assert one.result() == other.result(), about
     for ours, theirs in zip(one.choices, other.choices, strict=True):
         assert ours.finish == theirs.finish, about
@@ -162,6 +165,7 @@ class TokenClient:
         *,
         rid: str = "",
         namespace: str = "",
+        owner: str = "",
         priority: int = 0,
         timeout: float | None = None,
         room: bytes | None = None,
@@ -201,6 +205,7 @@ class TokenClient:
                 produced=len(produced),
                 params=sampling,
                 namespace=namespace,
+                owner=owner,
                 priority=priority,
                 timeout=timeout,
                 peer=others[0].instance_id if others else "",
@@ -224,9 +229,9 @@ class TokenClient:
         self._post(node, message)
 
     def close(self) -> None:
-        """Vanish without a word, as a killed proxy does."""
+        """Vanish without a message, like a killed proxy."""
         self._running = False
-        self._waker.wake()
+        self._waker.wake_poll()
         self._thread.join()
         self._waker.close()
         self._context.destroy(linger=0)
@@ -234,7 +239,7 @@ class TokenClient:
     def _post(self, node: NodeServer, message: Any) -> None:
         with self._lock:
             self._outbox.append((node, message))
-        self._waker.wake()
+        self._waker.wake_poll()
 
     def _socket(self, node: NodeServer) -> zmq.Socket[bytes]:
         socket = self._sockets.get(node.node.endpoint)
@@ -252,19 +257,19 @@ class TokenClient:
             with self._lock:
                 outbox, self._outbox = self._outbox, []
             for node, message in outbox:
-                self._socket(node).send(encode(message))
+                self._socket(node).send(encode_message(message))
             if time.monotonic() > next_heartbeat:
                 next_heartbeat = time.monotonic() + HEARTBEAT_INTERVAL
                 for node in self._nodes:
                     beat = ProxyHeartbeat(to="", sender=self.instance)
-                    self._socket(node).send(encode(beat))
+                    self._socket(node).send(encode_message(beat))
             until_heartbeat = max(0.0, next_heartbeat - time.monotonic())
             for ready, _ in self._poller.poll(1e3 * until_heartbeat + 1):
                 if ready == self._waker.fileno():
                     self._waker.drain()
                     continue
                 while ready.poll(0):
-                    self._receive(decode(ready.recv_multipart()[-1]))
+                    self._receive(decode_message(ready.recv_multipart()[-1]))
 
     def _receive(self, message: Any) -> None:
         if isinstance(message, TakenBack):
@@ -312,7 +317,7 @@ class TokenClient:
             self._end(pending)
 
     def _end_choice(self, pending: Pending, index: int) -> None:
-        """End a choice behind the first token that says so."""
+        """End a choice after the first token that ends it."""
         stream = pending.choices[index]
         ends = [at for at, token in stream.tokens.items() if token in pending.ends_after]
         if not ends:
@@ -378,9 +383,9 @@ class Cluster:
 
 
 def wait_idle(server: NodeServer, timeout: float = 10.0) -> None:
-    """All queues empty, ``free + cached = total``, every invariant true."""
+    """Wait until queues are empty, ``free + cached = total``, and every invariant holds."""
     wait_until(lambda: is_idle(server), timeout, lambda: server.node.server_info())
-    server.node.check()
+    server.node.check_books()
 
 
 def is_idle(server: NodeServer) -> bool:

@@ -17,12 +17,17 @@ import torch
 import two_processes
 from cpu_costs import CpuCosts
 from forked_ranks import fork_ranks
+from hypothesis import HealthCheck, settings
 from processes import Process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+
+# A starved machine draws slowly. Tests do not time.
+settings.register_profile("pd", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("pd")
 
 # Files of long tests, each of which makes the costly part of its fixtures for itself: workers of
 # pytest-xdist share them test by test. Every other file stays on one worker, for its fixtures.
@@ -41,9 +46,12 @@ SHARED_BY_WORKERS = (
 # first of their parameters, stay on one worker.
 SHARED_BY_FIXTURE = ("tests/e2e/test_failover.py",)
 
+# Folders whose files share costly fixtures of the session, so all of them stay on one worker.
+SHARED_BY_FOLDER = ("tests/offline",)
+
 # Tests that take minutes, which would be the last to end.
 BEGIN_FIRST = (
-    "tests/proxy/test_proxy_soak.py",
+    "tests/proxy/dispatch/test_proxy_soak.py",
     "tests/e2e/test_churn.py",
     "tests/e2e/test_speculation.py",
     "tests/e2e/test_failover.py",
@@ -62,14 +70,15 @@ BEGIN_FIRST = (
     "tests/e2e/test_load.py",
     "tests/e2e/test_damage_rate.py",
     "tests/e2e/test_elastic_processes.py",
-    "tests/proxy/test_with_uvloop.py",
+    "tests/proxy/workers/test_with_uvloop.py",
     "tests/assets/test_embedded_model.py",
 )
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """``--dist loadfile``, but for :data:`SHARED_BY_WORKERS` and :data:`SHARED_BY_FIXTURE`."""
+    """``--dist loadfile``, but for :data:`SHARED_BY_WORKERS`, :data:`SHARED_BY_FIXTURE` and
+    :data:`SHARED_BY_FOLDER`."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
@@ -80,16 +89,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def _together(nodeid: str) -> str:
-    """A name for the tests that stay on one worker with this one."""
+    """Name the group of tests that stay on one worker with this one."""
     file = nodeid.partition("::")[0]
     if file in SHARED_BY_FIXTURE:
         return nodeid.partition("-")[0]
+    folder = file.rpartition("/")[0]
+    if folder in SHARED_BY_FOLDER:
+        return folder
     return nodeid if file in SHARED_BY_WORKERS else file
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With several workers, files of many tests come first, and single tests last, so that all
-    workers end at about the same time; before them those of :data:`BEGIN_FIRST`."""
+    """Run :data:`BEGIN_FIRST` first, then files of many tests, and single tests last, so that
+    several workers end at about the same time."""
     every: int = config.option.every
     if every > 1:
         config.hook.pytest_deselected(items=[i for n, i in enumerate(items) if n % every])
@@ -120,7 +132,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     # Proxies of this process run on asyncio's loop, those that are processes on uvloop, so that
-    # tests see both. tests/proxy/test_with_uvloop.py turns it round for some files.
+    # tests see both. tests/proxy/workers/test_with_uvloop.py turns it round for some files.
     if os.environ.get("PD_TEST_LOOP") != "uvloop":
         sys.modules["uvloop"] = None  # type: ignore[assignment]
     # What a forked process inherits of a GPU's libraries does not work there.
@@ -133,7 +145,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def seed() -> int:
-    """Seed of everything random in a test run: PD_TEST_SEED, or a new one that is printed."""
+    """Seed everything random in a test run: PD_TEST_SEED, or a new seed that is printed."""
     chosen = int(os.environ.get("PD_TEST_SEED") or random.SystemRandom().randrange(1 << 31))
     print(f"\nPD_TEST_SEED={chosen}")
     return chosen
@@ -141,8 +153,8 @@ def seed() -> int:
 
 @pytest.fixture(scope="module", autouse=True)
 def modules_are_no_garbage() -> None:
-    """Garbage is looked for among what the tests of a file make, not among all that was imported
-    before: among a million objects that takes a quarter of a second each time."""
+    """Exempt imported modules from garbage collection, because searching their million objects
+    takes a quarter of a second each time."""
     if len(gc.get_objects(generation=2)) > 50_000:
         gc.collect()
         gc.freeze()
@@ -150,7 +162,7 @@ def modules_are_no_garbage() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def two_tcp_connections() -> None:
-    """Links of this process open two connections, as on machines with more than two cores."""
+    """Open two connections per link, as on machines with more than two cores."""
     from pd.transfer.tcp.manager import TcpManager
 
     TcpManager.__init__.__kwdefaults__["connections"] = 2
@@ -158,8 +170,8 @@ def two_tcp_connections() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_list_of_certificates() -> Iterator[None]:
-    """Every client of httpx reads the certificates of all authorities, which takes 20 times as much
-    processor time as a request does. No test needs more than one copy of them."""
+    """Share the certificates of all authorities among httpx's clients, because reading them takes
+    20 times as much processor time as a request."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
         yield
@@ -175,7 +187,8 @@ def one_field_of_each_answer() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def settings_of_libraries_stay_here() -> Iterator[None]:
-    """Backends set their libraries' variables, which processes of later tests must not inherit."""
+    """Restore variables that backends set for their libraries, so that later processes do not
+    inherit them."""
     before = os.environ.copy()
     yield
     for name in os.environ.keys() - before.keys() - {"PYTEST_CURRENT_TEST"}:
@@ -184,22 +197,22 @@ def settings_of_libraries_stay_here() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def forked_ranks() -> Iterator[None]:
-    """Workers of nodes of two ranks start quickly."""
+    """Start workers of nodes with two ranks quickly."""
     with pytest.MonkeyPatch.context() as patch:
         yield from fork_ranks(patch)
 
 
 @pytest.fixture
 def unstarved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limits on progress are those of an idle machine, whatever else runs on this one."""
-    from pd.core.starvation import RUN_DELAY
+    """Limit progress as on an idle machine, whatever else runs on this one."""
+    from pd.util.starvation import RUN_DELAY
 
-    monkeypatch.setattr(RUN_DELAY, "growth", lambda since: 0.0)
+    monkeypatch.setattr(RUN_DELAY, "measure_growth", lambda since: 0.0)
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Directory of the tiny random checkpoint of an architecture, made once."""
+    """Make the directory of an architecture's tiny random checkpoint, once."""
     made: dict[str, Path] = {}
 
     def make(architecture: str) -> Path:

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 
 def counter(server: NodeServer, name: str, **labels: str) -> float:
-    """The sum of all values of a metric that have these labels."""
-    text = server.node.core.metrics.expose().decode()
+    """Sum all values of a metric with these labels."""
+    text = server.node.core.metrics.render_text().decode()
     families = text_string_to_metric_families(text)
     samples = (s for family in families for s in family.samples if s.name == name)
     return sum(s.value for s in samples if labels.items() <= s.labels.items())

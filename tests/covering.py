@@ -22,9 +22,9 @@ def every_two(
     *,
     apart: Collection[tuple[int, int]] = (),
 ) -> list[Cell]:
-    """Some of ``cells`` in which every two values that any of them has together occur together,
-    the same for the same seed; few that cost much. Values of two columns, in ascending order, that
-    are ``apart`` need not."""
+    """Choose cheap ``cells`` so that any two values that occur together in some cell occur together
+    in a chosen one. The same seed chooses the same cells. Values of two columns that are ``apart``
+    (in ascending order) need not occur together."""
 
     def pairs(cell: Cell) -> set[tuple[int, Any, int, Any]]:
         both = itertools.combinations(enumerate(cell), 2)

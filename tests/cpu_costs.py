@@ -22,7 +22,7 @@ PROPERTY = "cpu_seconds"
 
 
 def cpu_seconds() -> float:
-    """User and system time of this process and of all its children that ended, in seconds."""
+    """Return user and system seconds of this process and of all its ended children."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     own = sum(usage.ru_utime + usage.ru_stime for usage in usages)
     return own + forked_commands.cpu_seconds()

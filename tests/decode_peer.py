@@ -30,7 +30,7 @@ POOL_PAGES = 64
 
 
 class DecodePeer(RawPeer):
-    """Shakes hands as ``name`` and then says only what a test has it say."""
+    """Shakes hands as ``name``, and then sends only a test's messages."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class DecodePeer(RawPeer):
         )
 
     def live(self) -> None:
-        """One heartbeat."""
+        """Send one heartbeat."""
         self.send(PeerHeartbeat(to=self.prefill.instance_id, sender=self.name))
 
     def has_grammar(self, room: bytes) -> None:

@@ -34,12 +34,11 @@ SEED = int(os.environ.get("PD_TEST_SEED", random.randrange(1 << 31)))
 
 
 class Oracle(Drafter):
-    """Drafts what a sequence is known to go on with; of sequences that it does not know, tokens at
-    random.
+    """Drafts the known continuation of a sequence; for unknown sequences, random tokens.
 
     Args:
-        spoiled: share of the drafted tokens that are replaced by others.
-        shortest: tokens of a draft, at least, if so many may be drafted.
+        spoiled: share of the drafted tokens to replace by others.
+        shortest: minimum number of tokens of a draft, if so many may be drafted.
     """
 
     def __init__(self, vocab_size: int, spoiled: float, shortest: int = 0) -> None:
@@ -49,10 +48,10 @@ class Oracle(Drafter):
         self.drafted = 0
 
     def learn(self, sequence: Sequence[int]) -> None:
-        """Know a prompt and its answer."""
+        """Remember a prompt and its answer."""
         self._known.setdefault(tuple(sequence[:2]), []).append(np.array(sequence, np.int32))
 
-    def draft(self, asks: Sequence[DraftRequest], prompt_tokens: int) -> list[Draft | None]:
+    def draft_tokens(self, asks: Sequence[DraftRequest], prompt_tokens: int) -> list[Draft | None]:
         """See :class:`pd.speculative.drafter.Drafter`."""
         chains = [self._draft(ask.sequence.ids, ask.limit) for ask in asks]
         return upload_chains(chains, torch.device(DEVICE))
@@ -69,27 +68,27 @@ class Oracle(Drafter):
 
 
 def note_accepted_siblings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Have all nodes note each accepted guess that is not the likeliest at its place, by its index
-    in its draft. The KV of such a guess, and of those behind it, has to move."""
+    """Make all nodes note each accepted guess that is not the likeliest at its place, by its index
+    in its draft. Its KV, and that of later guesses, must move."""
     siblings: list[int] = []
-    observe = DraftLengths.observe
+    observe = DraftLengths.observe_draft
 
     def note(self: DraftLengths, sequence: Any, tree: DraftTree, accepted: Sequence[int]) -> None:
         if sequence.request.room:
             siblings.extend(guess for guess in accepted if not tree.first_guesses[guess])
         observe(self, sequence, tree, accepted)
 
-    monkeypatch.setattr(DraftLengths, "observe", note)
+    monkeypatch.setattr(DraftLengths, "observe_draft", note)
     return siblings
 
 
 def draft_only_last_siblings(monkeypatch: pytest.MonkeyPatch, answer: Sequence[int]) -> None:
-    """Make the last guess after the root of each tree right, and no other, so that its KV moves.
+    """Make only the last guess after the root of each tree right, so that its KV moves.
 
     Args:
-        answer: what the only long sequence is, prompt included.
+        answer: the only long sequence, prompt included.
     """
-    true = EagleDrafter._draft
+    true = EagleDrafter._draft_asks
 
     @torch.inference_mode()
     def draft(self: EagleDrafter, asks: Any, ends: Any) -> Any:
@@ -103,7 +102,7 @@ def draft_only_last_siblings(monkeypatch: pytest.MonkeyPatch, answer: Sequence[i
                 tokens[len(parents) - 1 - parents[::-1].index(-1)] = answer[position + 1]
         return made
 
-    monkeypatch.setattr(EagleDrafter, "_draft", draft)
+    monkeypatch.setattr(EagleDrafter, "_draft_asks", draft)
 
 
 def plant_right_guesses(
@@ -114,7 +113,7 @@ def plant_right_guesses(
     Args:
         answers: the answer of each choice by prompt.
     """
-    true, rng = EagleDrafter._draft, random.Random(SEED)
+    true, rng = EagleDrafter._draft_asks, random.Random(SEED)
 
     @torch.inference_mode()
     def draft(self: EagleDrafter, asks: Any, ends: Any) -> Any:
@@ -137,12 +136,12 @@ def plant_right_guesses(
                     tokens[guess] = right if guess == at else (right + 1 + place) % 250
         return made
 
-    monkeypatch.setattr(EagleDrafter, "_draft", draft)
+    monkeypatch.setattr(EagleDrafter, "_draft_asks", draft)
 
 
 def swapped_siblings(tree: DraftTree) -> list[int]:
-    """For each guess the one whose token it gets if the likeliest guess after the root and the
-    second change places, each with what follows it, as far as both are there."""
+    """For each guess, return the guess whose token it gets when the likeliest and the second guess
+    after the root swap places. The guesses after them swap too, as far as both exist."""
     found = list(range(tree.size))
     after: dict[int, list[int]] = {}
     for guess, parent in enumerate(tree.parents.tolist()):

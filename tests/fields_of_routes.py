@@ -28,9 +28,9 @@ def make_once(patch: MonkeyPatch | None = None) -> None:
 
 def make_now() -> None:
     """Make the fields of all routes of a proxy, for processes that will be forked from this one."""
-    from pd.proxy.admin_api import AdminAPI
+    from pd.proxy.api.admin_api import AdminAPI
+    from pd.proxy.api.compat_api import CompatAPI
     from pd.proxy.app import make_app
-    from pd.proxy.compat_api import CompatAPI
 
     make_once()
     admin, compat = object.__new__(AdminAPI), object.__new__(CompatAPI)

@@ -66,13 +66,13 @@ class ForkedCommand:
     """A ``pd-launch`` process, with the part of :class:`subprocess.Popen` that tests use.
 
     Args:
-        program: file that runs instead of ``pd-launch``, and calls it; None for that itself.
-        arguments: of ``pd-launch``.
-        namespace: network namespace in which it runs; None for that of the tests.
+        program: file to run instead of ``pd-launch``, which it calls; None for ``pd-launch``.
+        arguments: arguments of ``pd-launch``.
+        namespace: network namespace to run in; None for that of the tests.
         log: descriptor of its standard error.
 
     Attributes:
-        stdout: what it prints.
+        stdout: its standard output.
         returncode: its exit status, or minus the signal that ended it; None while it runs.
     """
 
@@ -134,7 +134,7 @@ class ForkedCommand:
 
 
 def cpu_seconds() -> float:
-    """Processor time of forked processes that have ended and were waited for, in seconds."""
+    """Return processor seconds of forked processes that have ended and were waited for."""
     return _cpu_seconds
 
 
@@ -181,8 +181,8 @@ class _Server:
         self._wakes = wakes
 
     def serve(self) -> list[Any] | None:
-        """Serve until nobody asks any more: then None. In a process that was forked, what it is to
-        run."""
+        """Serve until all clients have gone, then return None. In a forked process, return the
+        command to run."""
         while True:
             ready, _, _ = select.select([self._requests, self._ended], [], [])
             if self._ended in ready:
@@ -233,7 +233,8 @@ class _Server:
 
 
 def _enter(namespace: str) -> None:
-    """Do what ``ip netns exec`` does: what UCX reads in /sys is of the namespace, too."""
+    """Enter a namespace like ``ip netns exec``, which also mounts its /sys, because UCX reads
+    that."""
     libc = ctypes.CDLL(None, use_errno=True)
 
     def check(status: int) -> None:

@@ -63,7 +63,7 @@ class _ForkedRank:
 
 
 def _serve(descriptors: list[int]) -> None:
-    """Do what ``python -m pd.engine.tensor_parallel.worker`` does."""
+    """Run like ``python -m pd.engine.tensor_parallel.worker``."""
     from pd.engine.tensor_parallel import worker
 
     os.setpgid(0, 0)
@@ -73,7 +73,7 @@ def _serve(descriptors: list[int]) -> None:
 
 
 def fork_ranks(patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Body of a fixture: workers are forked while it lasts."""
+    """Fork workers while this lasts. The body of a fixture."""
     _CONTEXT.set_forkserver_preload(["forked_ranks", "pd.engine.tensor_parallel.worker"])
     with patch.context() as for_server:
         # The server does not get this process's sys.path.

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 
 from pd.core.node_info import KVLayout
+from pd.engine.forward_item import ForwardItem
 from pd.engine.kv_pool import KVPool
-from pd.engine.model_runner import ForwardItem, ModelRunner
+from pd.engine.model_runner import ModelRunner
 from pd.kernels.attention import make_attention_backend
-from pd.models.config import ModelConfig
+from pd.models.config_reader import read_model_config
 from pd.models.loader import load_model
 
 if TYPE_CHECKING:
@@ -29,9 +30,12 @@ def make_runner(
     attention: str = "auto",
     last_alone: bool = False,
 ) -> ModelRunner:
-    """A runner over the checkpoint at ``path`` with a pool of ``num_tokens`` slots; with
-    ``last_alone`` short steps, too, compute of the last layer only what is wanted."""
-    config = ModelConfig.from_pretrained(path)
+    """Make a runner over the checkpoint at ``path`` with a pool of ``num_tokens`` slots.
+
+    Args:
+        last_alone: short steps, too, compute only the needed part of the last layer.
+    """
+    config = read_model_config(path)
     model = load_model(path, config, dtype=getattr(torch, dtype), device=device)
     layout = KVLayout.of_model(
         config.num_layers, config.num_kv_heads, config.head_dim, dtype, page_size
@@ -59,7 +63,7 @@ class Sequence:
 def generate(
     runner: ModelRunner, prompts: list[list[int]], max_new_tokens: int, *, max_chunk: int, seed: int
 ) -> list[Sequence]:
-    """Greedy output of every prompt.
+    """Generate greedy output of every prompt.
 
     Each step takes a random set of sequences: decode steps, and prompt chunks of random lengths up
     to ``max_chunk``, in random order. Pages are scattered over the pool.

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 def scripted(directory: Path, *rules: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a pair over the fake backend under these rules."""
+    """Return settings of a pair over the fake backend with these rules."""
     script = directory / "script.json"
     script.write_text(json.dumps({"seed": 1, "rules": rules}))
     return {"transfer_backend": "fake", "fake_script": script}
 
 
 def scripted_cluster(directory: Path, *rules: dict[str, Any], **settings: Any) -> Cluster:
-    """A pair of the tiny model over the fake backend under these rules."""
+    """Start a pair of the tiny model over the fake backend with these rules."""
     return tiny_cluster(**scripted(directory, *rules), **settings)
 
 
@@ -81,13 +81,13 @@ def sent(cluster: Cluster, prompt: list[int] = PROMPT, **params: Any) -> Pending
 
 
 def rules(state: str) -> list[dict[str, Any]]:
-    """What keeps a hand-off in a state, where that is no gate."""
+    """Return the rules that keep a hand-off in a state, if no gate does."""
     delayed = {"in flight, not reserved": "delay_reservation", "in flight": "delay_write"}
     return [{"do": delayed[state], "seconds": FOREVER}] if state in delayed else []
 
 
 def hold(state: str, cluster: Cluster, **params: Any) -> tuple[Pending, list[Gate]]:
-    """A request that stays in a state until its gate opens."""
+    """Start a request that stays in a state until its gate opens."""
     prefill, decode = cluster.pair
     gates: list[Gate] = []
     if state in ("P waits", "P computes"):
@@ -115,15 +115,15 @@ def hold(state: str, cluster: Cluster, **params: Any) -> tuple[Pending, list[Gat
 
 
 def check_abort(cluster: Cluster, state: str, told: str, **params: Any) -> None:
-    """An abort in a state, told to one node, ends the room on both and frees everything. Nodes run
-    one request at a time, under the :func:`rules` of the state."""
+    """Check that an abort sent to one node ends the room on both and frees everything. Nodes run
+    one request at a time, with the :func:`rules` of the state."""
     request, gates = hold(state, cluster, **params)
     request.nodes = [cluster.prefill[0] if told == "prefill" else cluster.decode[0]]
     cluster.client.abort(request)
 
     def ended(node: Any) -> bool:
-        found = node.rooms.get(request.room)
-        return found is None or found.state.terminal
+        found = node.requests.find_request(request.room)
+        return found is None or found.state.is_terminal
 
     for server in cluster.pair:
         wait_until(lambda server=server: ended(server.node), SOON, server.node.server_info)
@@ -134,5 +134,5 @@ def check_abort(cluster: Cluster, state: str, told: str, **params: Any) -> None:
     cluster.client.abort(request)
     for server in cluster.pair:
         with server.node.core.events.event():
-            server.node.abort(None)
+            server.node.abort_rid(None)
     cluster.wait_idle()

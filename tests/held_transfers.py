@@ -21,7 +21,7 @@ HELD = {"before": BEFORE_TOKENS, "during": DURING_TOKENS}
 
 
 class HalfSender:
-    """A sender that takes the first half of a prompt and is never told that this was all."""
+    """A sender that takes the first half of a prompt and never learns that this was all."""
 
     def __init__(self, sender: Sender, num_tokens: int) -> None:
         self._sender, self._half = sender, num_tokens // 2
@@ -38,11 +38,11 @@ class HalfSender:
         return getattr(self._sender, name)
 
 
-_open = SendingEnd._open
+_open = SendingEnd._start_sending
 
 
 def open_held(self: SendingEnd, outgoing: OutgoingRoom) -> None:
-    """Takes the place of ``SendingEnd._open``."""
+    """Replace ``SendingEnd._start_sending``."""
     if len(outgoing.request.prompt) == BEFORE_TOKENS:
         return
     make = self._transfer.sender
@@ -59,5 +59,5 @@ def _make_half(make: Any, peer: str, reservation: Any, pages: Any, num_tokens: i
 if __name__ == "__main__":
     from pd.cli import launch
 
-    SendingEnd._open = open_held  # type: ignore[method-assign]
+    SendingEnd._start_sending = open_held  # type: ignore[method-assign]
     sys.exit(launch())

@@ -19,7 +19,7 @@ def skip_or_fail(why: str) -> NoReturn:
 
 
 def require_backend(flag: str) -> None:
-    """Skip the test if this machine lacks what a transfer backend needs."""
+    """Skip the test if this machine lacks a requirement of a transfer backend."""
     try:
         check_backend(flag)
     except SetupError as error:

@@ -62,30 +62,31 @@ class _LaterSamples:
     def is_ready(self) -> bool:
         return self._later.is_over
 
-    def result(self) -> Any:
-        return self._later.get().result()
+    def read_tokens(self) -> Any:
+        return self._later.get().read_tokens()
 
     def get(self) -> torch.Tensor:
         return self._later.get().tokens
 
 
 class LaggingDevice:
-    """Makes a node's steps late. What they were given is noted when they are launched, as a GPU's
-    kernels are; what lies in the pool is read and written late.
+    """Makes a node's steps late.
+
+    Arguments are read at launch, as by a GPU's kernels, but the pool is read and written late.
 
     Attributes:
-        launched: steps so far.
-        ahead: those launched before the one before them was computed.
+        launched: number of steps so far.
+        ahead: number of steps launched before the previous one was computed.
     """
 
     def __init__(self, server: NodeServer) -> None:
         engine = server.node.engine
         self._queue: deque[_Later] = deque()
-        self._forward, self._sample = engine.runner.forward, engine.sampler.launch
+        self._forward, self._sample = engine.runner.forward, engine.sampler.launch_draws
         self._device = engine.pool.device
         self.launched = self.ahead = 0
         engine.runner.forward = self._forward_later
-        engine.sampler.launch = self._sample_later
+        engine.sampler.launch_draws = self._sample_later
 
     def _forward_later(
         self, items: Any, on_layers_done: Any, previous: Any = None, outcome: Any = None
@@ -113,7 +114,7 @@ class LaggingDevice:
 
 
 def _with_tokens(draw: PreparedDraws) -> PreparedDraws:
-    """The draw with the tokens of the step before it, which is computed by now."""
+    """Return the draw with the tokens of the previous step, which is computed by now."""
     penalized = draw.penalized
     if penalized is None or penalized.previous is None:
         return draw

@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 def why_not() -> str | None:
-    """Why namespaces cannot be made here; None if they can."""
+    """Return why namespaces cannot be made here; None if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     for tool in ("ip", "tc"):
@@ -70,8 +70,8 @@ class Host:
     """One side: a namespace with an address that its peer and this machine reach on separate ways.
 
     Attributes:
-        address: to listen on and to be known by.
-        prefix: what to put before a command to run it there; the command keeps the pid.
+        address: address to listen on and to advertise.
+        prefix: put it before a command to run it there; the command keeps the pid.
     """
 
     def __init__(self, namespace: str, address: IPv4Address) -> None:
@@ -80,13 +80,13 @@ class Host:
         self.prefix = ("ip", "netns", "exec", namespace)
 
     def ip(self, *command: str) -> None:
-        """``ip`` in the namespace."""
+        """Run ``ip`` in the namespace."""
         _run("ip", "-n", self.namespace, *command)
 
     def call(self, function: Callable[[], T]) -> T:
-        """Call a function on a thread which is in the namespace.
+        """Call a function on a thread in the namespace.
 
-        Sockets that the function opens belong to this host, and so do those of all threads that it
+        Sockets opened by the function belong to this host, and so do sockets of all threads that it
         starts. Other threads of the process may use them.
         """
         with ThreadPoolExecutor(1, initializer=self._enter) as thread:
@@ -99,8 +99,8 @@ class Host:
                 raise OSError(error, os.strerror(error), self.namespace)
 
     def unacknowledged_bytes(self) -> int:
-        """Bytes of this host's TCP connections that nobody has acknowledged, the ends of closed
-        connections included."""
+        """Count unacknowledged bytes of this host's TCP connections, including ends of closed
+        ones."""
         table = self.call(Path("/proc/thread-self/net/tcp").read_text)
         rows = (line.split() for line in table.splitlines()[1:])
         begun = (row for row in rows if row[3] not in (_SYN_SENT, _LISTEN))
@@ -157,19 +157,19 @@ class Network:
         _run("ip", "route", "add", f"{host.address}/32", "via", str(there), "dev", name)
 
     def slow(self, megabits: int) -> None:
-        """Limit what ``a`` sends to ``b``."""
+        """Limit the rate from ``a`` to ``b``."""
         rate = ("rate", f"{megabits}mbit", "burst", "64kb", "latency", "200ms")
         _run("tc", "-n", self.a.namespace, "qdisc", "add", "dev", "lan", "root", "tbf", *rate)
 
     def fast(self) -> None:
-        """Without a limit again."""
+        """Remove the limit."""
         _run("tc", "-n", self.a.namespace, "qdisc", "delete", "dev", "lan", "root")
 
     def cut(self, *, whole: bool = False) -> None:
-        """From now on nothing passes between ``a`` and ``b``, either way.
+        """Drop everything between ``a`` and ``b``, either way.
 
         Args:
-            whole: nor between ``a`` and this machine.
+            whole: also between ``a`` and this machine.
         """
         self._switch.ip("link", "set", "port-b", "nomaster")
         if whole:
@@ -177,19 +177,19 @@ class Network:
                 _run("tc", *end, "root", "blackhole")
 
     def restore(self) -> None:
-        """Everything passes again."""
+        """Let everything pass again."""
         self._switch.ip("link", "set", "port-b", "master", "bridge")
         for command in self._ends("delete"):
             # There is none after a cut that was not whole.
             subprocess.run(["tc", *command, "root"], capture_output=True)
 
     def _ends(self, do: str = "add") -> list[list[str]]:
-        """Commands about both ends of the cable between ``a`` and this machine."""
+        """Return commands for both ends of the cable between ``a`` and this machine."""
         there = ["-n", self.a.namespace, "qdisc", do, "dev", "mgmt"]
         return [there, ["qdisc", do, "dev", self._cable("a")]]
 
     def bytes_sent(self) -> int:
-        """What left ``a`` for ``b`` since the beginning."""
+        """Count bytes that left ``a`` for ``b`` so far."""
         counter = "/sys/class/net/lan/statistics/tx_bytes"
         command = [*self.a.prefix, "cat", counter]
         return int(subprocess.run(command, capture_output=True, check=True).stdout)
@@ -209,7 +209,7 @@ class Network:
 
 @contextlib.contextmanager
 def network() -> Iterator[Network]:
-    """Two hosts that are gone afterwards, whatever happens."""
+    """Make two hosts, and remove them afterwards in any case."""
     _remove_leftovers()
     running = Network()
     try:
@@ -270,7 +270,8 @@ class Lan:
 
     @contextlib.contextmanager
     def without(self, host: Host) -> Iterator[None]:
-        """Nothing passes between a host and everybody else meanwhile, and neither end is told."""
+        """Drop everything between a host and all others for a while. Neither end notices at
+        once."""
         port = self._ports[host]
         self._switch.ip("link", "set", port, "nomaster")
         try:
@@ -279,8 +280,8 @@ class Lan:
             self._switch.ip("link", "set", port, "master", "bridge")
 
     def resend_often(self) -> None:
-        """Have hosts send again every second what nobody acknowledges, where the kernel can. The
-        pauses double otherwise, so that what was sent during a cut arrives late after it."""
+        """Make hosts resend unacknowledged bytes every second, if the kernel can. Otherwise pauses
+        double, and data sent during a cut arrives late after it."""
         for host in self.hosts:
             if _LONGEST_PAUSE.exists():
                 host.call(lambda: _LONGEST_PAUSE.write_text("1000"))
@@ -294,7 +295,7 @@ class Lan:
 
 @contextlib.contextmanager
 def lan(count: int, *, joined: bool = False) -> Iterator[Lan]:
-    """A :class:`Lan` which is gone afterwards, whatever happens."""
+    """Make a :class:`Lan`, and remove it afterwards in any case."""
     _remove_leftovers()
     running = Lan(count, joined=joined)
     try:

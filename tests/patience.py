@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from pd.core.starvation import Patience
+from pd.util.starvation import Patience
 
 
 class FakePatience(Patience):
@@ -25,5 +25,5 @@ class FakePatience(Patience):
         self.asked.add((limit, peer))
         return not self.starved
 
-    def delayed(self, since: float, peer: str | None = None) -> float:
+    def compute_extension(self, since: float, peer: str | None = None) -> float:
         return time.monotonic() - since if self.starved else 0.0

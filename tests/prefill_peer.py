@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import zmq
+from raw_peer import receive_kind
 
 from pd.bootstrap.registry import Registry
 from pd.bootstrap.server import make_bootstrap_app
@@ -22,12 +23,11 @@ from pd.core.messages import (
     Message,
     PeerHeartbeat,
     Reservation,
-    decode,
-    encode,
+    encode_message,
 )
 from pd.core.node_info import NodeInfo
 from pd.engine.kv_pool import KVPool
-from pd.node.http_server import HttpServers, listen
+from pd.net.http_server import HttpServers, open_listener
 from pd.speculative.choice import describe_drafter
 from pd.transfer.base import TransferState
 from pd.transfer.registry import make_transfer_manager
@@ -41,9 +41,9 @@ POOL_PAGES = 64
 
 
 class PrefillPeer:
-    """Answers handshakes; everything else is said by the test.
+    """Answers handshakes. A test sends everything else.
 
-    Its pool is full of ones: what D received can be told from what was never written.
+    Its pool is full of ones, so that received memory differs from unwritten memory.
     """
 
     def __init__(self, decode_node: NodeServer, backend: str = "tcp", endpoint: str = "") -> None:
@@ -59,7 +59,7 @@ class PrefillPeer:
         # As nodes do: a decode node that comes back may be there before its old connection ends.
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         port = self._router.bind_to_random_port("tcp://127.0.0.1")
-        socket = listen("127.0.0.1", 0)
+        socket = open_listener("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{socket.getsockname()[1]}"
         info = NodeInfo(
             instance_id=self.name,
@@ -79,14 +79,16 @@ class PrefillPeer:
         self._unread: list[AnyMessage] = []
 
     def send(self, message: Message) -> None:
-        self._router.send_multipart([self.decode_node.instance_id.encode(), encode(message)])
+        self._router.send_multipart(
+            [self.decode_node.instance_id.encode(), encode_message(message)]
+        )
 
     def say(self, kind: Any, room: bytes, epoch: int, **fields: Any) -> None:
         to = self.decode_node.instance_id
         self.send(kind(to=to, sender=self.name, room=room, epoch=epoch, **fields))
 
     def live(self) -> None:
-        """One heartbeat."""
+        """Send one heartbeat."""
         self.send(PeerHeartbeat(to=self.decode_node.instance_id, sender=self.name))
 
     def has_grammar(self, room: bytes) -> None:
@@ -94,19 +96,8 @@ class PrefillPeer:
         self.send(GrammarReady(to=to, sender=self.name, room=room))
 
     def receive(self, kind: type[Message], timeout: float = 5.0) -> Any:
-        """The next message of a kind; others stay for later calls."""
-        deadline = time.monotonic() + timeout
-        while True:
-            for message in self._unread:
-                if isinstance(message, kind):
-                    self._unread.remove(message)
-                    return message
-            left = deadline - time.monotonic()
-            assert left > 0, f"no {kind.__name__} within {timeout} s, only {self.seen}"
-            if self._router.poll(int(left * 1000) + 1):
-                message = decode(self._router.recv_multipart()[-1])
-                self.seen.append(message)
-                self._unread.append(message)
+        """Return the next message of a kind. Others stay for later calls."""
+        return receive_kind(self._router, kind, timeout, self.seen, self._unread)
 
     def push(self, reservation: Reservation, prompt_len: int, *, finish: bool = True) -> Sender:
         """Send all KV of a prompt (of ones) for a reservation."""
@@ -144,6 +135,6 @@ class PrefillPeer:
 
 
 def is_ones(server: NodeServer, pages: np.ndarray) -> bool:
-    """Whether a PrefillPeer's KV lies in these pages of a decode node."""
+    """Return whether these pages of a decode node hold a PrefillPeer's KV."""
     copies = server.node.engine.pool.gather_pages(pages)
     return all(bool(torch.all(host == 1.0)) for host in copies)

@@ -30,13 +30,14 @@ ERROR_WITHIN = 5.0
 
 
 def python_path(root: Path) -> str:
-    """PYTHONPATH with which processes in other directories find ``pd``, before what it is here."""
+    """Return a PYTHONPATH with which processes in other directories find ``pd``, before its current
+    value."""
     return os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def free_port() -> int:
-    """Free, and of those that the kernel gives to nobody by itself: it must still be free when a
-    process that was killed starts again. (Mooncake takes ports from 15000 to 17000.) No other test
+    """Return a free port that the kernel assigns to nobody by itself, because it must still be free
+    when a killed process restarts. (Mooncake takes ports from 15000 to 17000.) No other test
     process gets it within the hour."""
     taken = Path(tempfile.gettempdir()) / "pd-test-ports"
     taken.mkdir(exist_ok=True)
@@ -53,16 +54,18 @@ def free_port() -> int:
 
 
 class Process:
-    """One ``pd-launch`` process on fixed ports, so that it can be started again in its place.
+    """One ``pd-launch`` process on fixed ports, so that it can be restarted in its place.
 
-    ``prefix`` stands before the interpreter (``ip netns exec NAME``, which becomes the process and
-    so keeps its pid); ``env`` is added to the environment; ``program`` is what Python runs instead
-    of pd-launch, a file that does more.
+    Args:
+        prefix: words before the interpreter (``ip netns exec NAME``, which becomes the process and
+            so keeps its pid).
+        env: added to the environment.
+        program: file to run instead of pd-launch, which does more.
 
     Attributes:
         forks: in tests on hosts without a GPU, processes are forked from one that has imported
-            everything (``forked_commands.py``), but for those whose program is :data:`LAUNCH` and
-            those that find modules elsewhere.
+            everything (``forked_commands.py``). Exceptions are processes whose program is
+            :data:`LAUNCH`, and processes that find modules in other places.
     """
 
     forks = False
@@ -116,7 +119,7 @@ class Process:
         return str(self.ready()["url"])
 
     def kill(self) -> None:
-        """SIGKILL, and wait until it is gone."""
+        """Send SIGKILL, and wait until the process is gone."""
         self.child.send_signal(signal.SIGKILL)
         self.child.wait(10)
 
@@ -146,7 +149,7 @@ class Process:
 
 
 def kill_all(processes: Sequence[Process]) -> None:
-    """SIGKILL to all at once, and wait until they are gone."""
+    """Send SIGKILL to all at once, and wait until they are gone."""
     for process in processes:
         process.child.send_signal(signal.SIGKILL)
     for process in processes:
@@ -154,12 +157,14 @@ def kill_all(processes: Sequence[Process]) -> None:
 
 
 class Deployment:
-    """Processes of one model behind one proxy, all on loopback.
+    """Processes of one model and their proxy, all on loopback.
 
-    ``program`` runs instead of pd-launch (see :class:`Process`), and ``prefill_program`` and
-    ``decode_program`` on nodes of one role. ``devices`` are dealt out in turn to the nodes of each
-    role, so that two prefill and two decode nodes on two GPUs make pairs within a GPU and between
-    both.
+    Args:
+        program: file to run instead of pd-launch (see :class:`Process`).
+        prefill_program, decode_program: the same for nodes of one role.
+        devices: assigned in turn to the nodes of each role, so that two prefill and two decode
+        nodes
+            on two GPUs make pairs within a GPU and between both.
     """
 
     def __init__(
@@ -213,7 +218,7 @@ class Deployment:
         return Process(*command, log=self._logs / f"{name}.log", env=env, **settings)
 
     def another_proxy(self) -> Process:
-        """A second proxy on the same nodes."""
+        """Start a second proxy for the same nodes."""
         return self._process("proxy2", "proxy", "--port", "0", *self._workers)
 
     @property
@@ -221,11 +226,11 @@ class Deployment:
         return [*self.prefill, *self.decode]
 
     def wait_ready(self, timeout: float = START_TIMEOUT) -> None:
-        """Until the proxy can serve with every node."""
+        """Wait until the proxy can serve with every node."""
         wait_ready(self.proxy, self.nodes, timeout)
 
     def wait_idle(self, timeout: float = 15.0) -> None:
-        """Queues empty and ``free + cached = total`` on every node."""
+        """Wait until queues are empty and ``free + cached = total`` on every node."""
         for node in self.nodes:
             wait_until(lambda n=node: is_idle(n.server_info()), timeout, node.server_info)
 
@@ -242,8 +247,8 @@ class Deployment:
 
 
 def wait_ready(proxy: Process, nodes: Sequence[Process], timeout: float = START_TIMEOUT) -> None:
-    """Until the proxy can serve with these nodes as they are now: it may not have noticed yet that
-    one was killed and came back."""
+    """Wait until the proxy can serve with these nodes as they are now. It may not yet have noticed
+    that one was killed and came back."""
     instances = {node.ready()["instance_id"] for node in nodes}
 
     def all_up() -> bool:
@@ -254,7 +259,7 @@ def wait_ready(proxy: Process, nodes: Sequence[Process], timeout: float = START_
 
 
 def is_idle(info: Any) -> bool:
-    """Nothing runs, and no page or staging slot waits for anything."""
+    """Return whether nothing runs, and no page or staging slot waits."""
     pages = info["pages"]
     quiet = not any(info["queues"].values()) and not info["staging"]["quarantined"]
     return quiet and pages["free"] + pages["cached"] == pages["total"]
@@ -351,7 +356,7 @@ class Stream:
         return self
 
     def succeeded_as(self, expected: list[int]) -> bool:
-        """Ended well with exactly these tokens."""
+        """Return whether the stream ended well with exactly these tokens."""
         return self.done and self.finish == "length" and self.output == expected
 
     def succeeded(self) -> bool:
@@ -360,7 +365,7 @@ class Stream:
 
 @contextlib.contextmanager
 def deployment(model: Path, logs: Path, **settings: Any) -> Iterator[Deployment]:
-    """A deployment that is stopped whatever happens; logs are shown when it fails."""
+    """Run a deployment and stop it in any case; show its logs if the body fails."""
     running = Deployment(model, logs, **settings)
     try:
         yield running

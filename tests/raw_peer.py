@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from pd.core.cluster_key import curve_client_keypair, curve_server_keypair
-from pd.core.messages import Message, ProxyHeartbeat, decode, encode
+from pd.core.messages import Message, ProxyHeartbeat, decode_message, encode_message
+from pd.net.cluster_key import derive_client_keypair, derive_server_keypair
 
 if TYPE_CHECKING:
     from pd.core.messages import AnyMessage
@@ -18,6 +18,33 @@ if TYPE_CHECKING:
 # Aborts reach a reachable peer in under a second; on a busy machine it must at least be before a
 # lease ends, which would end the room too.
 SOON = 3.0
+
+
+def receive_kind(
+    socket: zmq.Socket[bytes],
+    kind: type[Message],
+    timeout: float,
+    seen: list[AnyMessage],
+    unread: list[AnyMessage],
+) -> Any:
+    """Receive the next message of a kind.
+
+    Args:
+        seen: gets all messages.
+        unread: gets those of other kinds, for later calls.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        for message in unread:
+            if isinstance(message, kind):
+                unread.remove(message)
+                return message
+        left = deadline - time.monotonic()
+        assert left > 0, f"no {kind.__name__} within {timeout} s, only {seen}"
+        if socket.poll(int(left * 1000) + 1):
+            message = decode_message(socket.recv_multipart()[-1])
+            seen.append(message)
+            unread.append(message)
 
 
 class RawPeer:
@@ -39,8 +66,8 @@ class RawPeer:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, identity.encode())
         if cluster_key is not None:
-            public, secret = curve_client_keypair(cluster_key)
-            self._socket.curve_serverkey, _ = curve_server_keypair(cluster_key, node)
+            public, secret = derive_client_keypair(cluster_key)
+            self._socket.curve_serverkey, _ = derive_server_keypair(cluster_key, node)
             self._socket.curve_publickey = public
             self._socket.curve_secretkey = secret
         self._socket.connect(endpoint)
@@ -48,32 +75,22 @@ class RawPeer:
         self._unread: list[AnyMessage] = []
 
     def send(self, message: Message) -> None:
-        self.send_bytes(encode(message))
+        self.send_bytes(encode_message(message))
 
     def send_bytes(self, *frames: bytes) -> None:
         self._socket.send_multipart(frames)
 
     def beat(self) -> None:
-        """A proxy's heartbeat, which every node answers."""
+        """Send a proxy's heartbeat, which every node answers."""
         self.send(ProxyHeartbeat(to="", sender=self.name))
 
     def receive(self, kind: type[Message], timeout: float = 5.0) -> Any:
-        """The next message of a kind; others stay for later calls. All are kept in ``seen``."""
-        deadline = time.monotonic() + timeout
-        while True:
-            for message in self._unread:
-                if isinstance(message, kind):
-                    self._unread.remove(message)
-                    return message
-            left = deadline - time.monotonic()
-            assert left > 0, f"no {kind.__name__} within {timeout} s, only {self.seen}"
-            if self._socket.poll(int(left * 1000) + 1):
-                message = decode(self._socket.recv_multipart()[-1])
-                self.seen.append(message)
-                self._unread.append(message)
+        """Return the next message of a kind. Others stay for later calls, and ``seen`` has all of
+        them."""
+        return receive_kind(self._socket, kind, timeout, self.seen, self._unread)
 
     def answers(self, kind: type[Message], timeout: float) -> bool:
-        """Whether a message of this kind comes."""
+        """Return whether a message of this kind arrives."""
         try:
             self.receive(kind, timeout)
         except AssertionError:
@@ -91,7 +108,7 @@ class RawPeer:
 
 
 def proxy_of(server: NodeServer, name: str = "") -> RawPeer:
-    """A proxy that talks to one node."""
+    """Make a proxy that talks to one node."""
     name = name or f"proxy-{secrets.token_hex(4)}"
     key = server.config.cluster_key
     return RawPeer(server.node.endpoint, name, key, node=server.instance_id)

@@ -12,7 +12,12 @@ class Relay:
     """A wire between two nodes that a test can stop or cut."""
 
     def __init__(self, port: int, *, pause: float = 0.0, at: int = 0) -> None:
-        """``pause``: seconds to wait after each 64 KiB; ``at``: port to listen on."""
+        """Listen, and relay to a target.
+
+        Args:
+            pause: seconds to wait after each 64 KiB.
+            at: port to listen on.
+        """
         self._target = ("127.0.0.1", port)
         self._pause = pause
         self._listener = socket.create_server(("127.0.0.1", at))
@@ -27,7 +32,7 @@ class Relay:
         return {"host": host, "port": str(port)}
 
     def stall(self) -> None:
-        """Nothing passes, nobody is told."""
+        """Let nothing pass, without telling either end."""
         self._flows.clear()
 
     def resume(self) -> None:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pd.core.messages import Generate
-from pd.core.request import Request
 from pd.core.sampling_params import SamplingParams
+from pd.scheduling.request import Request
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,7 +18,7 @@ PROXY = b"a-proxy"
 
 
 def make_generate(tokens: Sequence[int], **fields: Any) -> Generate:
-    """A message as a proxy sends it; sampling parameters by ``params=dict(...)``."""
+    """Make a message as a proxy sends it, with sampling parameters from ``params=dict(...)``."""
     params = {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True} | fields.pop("params", {})
     fields = {"to": "", "sender": PROXY.decode(), "rid": "rid"} | fields
     fields.setdefault("room", secrets.token_bytes(16))
@@ -27,5 +27,5 @@ def make_generate(tokens: Sequence[int], **fields: Any) -> Generate:
 
 
 def make_request(tokens: Sequence[int], **fields: Any) -> Request:
-    """A request as a node holds it after :func:`make_generate`."""
+    """Make a request as a node holds it after :func:`make_generate`."""
     return Request.from_message(make_generate(tokens, **fields), PROXY)

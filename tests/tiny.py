@@ -40,7 +40,7 @@ TOKEN_BYTES = 2 * 2 * 2 * 8 * 4
 
 @functools.cache
 def tiny_model(**overrides: int) -> Path:
-    """Its directory; weights are dummies, the same in every node."""
+    """Return its directory. Weights are dummies, the same in every node."""
     directory = Path(tempfile.mkdtemp(prefix="pd-tiny-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     (directory / "config.json").write_text(json.dumps(_CONFIG | overrides))
@@ -49,7 +49,7 @@ def tiny_model(**overrides: int) -> Path:
 
 @functools.cache
 def tiny_head(algorithm: str = "eagle3", **overrides: int) -> Path:
-    """Directory of an EAGLE head for the tiny model, which drafts at random."""
+    """Return the directory of an EAGLE head for the tiny model, which drafts at random."""
     config = {**_CONFIG, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
     config |= overrides
     if algorithm == "eagle3":
@@ -67,12 +67,12 @@ def tiny_head(algorithm: str = "eagle3", **overrides: int) -> Path:
 
 
 def tiny_cluster(prefill: int = 1, decode: int = 1, unified: int = 0, **settings: Any) -> Cluster:
-    """A :class:`cluster.Cluster` of the tiny model."""
+    """Start a :class:`cluster.Cluster` of the tiny model."""
     return Cluster(tiny_model(), prefill, decode, unified, **_defaults(settings))
 
 
 def tiny_node(role: str, **settings: Any) -> NodeServer:
-    """One node of the tiny model."""
+    """Start one node of the tiny model."""
     return start_node(role, tiny_model(), **_defaults(settings))
 
 

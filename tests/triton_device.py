@@ -30,12 +30,13 @@ def seeded() -> torch.Generator:
 
 
 def normal(generator: torch.Generator, *shape: int, scale: float = 1.0) -> torch.Tensor:
-    """float32 on the CPU."""
+    """Draw float32 on the CPU."""
     return torch.randn(shape, generator=generator) * scale
 
 
 def assert_near(actual: torch.Tensor, expected: torch.Tensor, error: float) -> None:
-    """Everything written (NaN never passes), and off by no more than ``error`` of the largest."""
+    """Assert that everything is written (NaN never passes), and off by at most ``error`` of the
+    largest."""
     actual, expected = actual.double().cpu(), expected.double().cpu()
     assert actual.shape == expected.shape
     assert bool(torch.isfinite(actual).all())
@@ -45,7 +46,7 @@ def assert_near(actual: torch.Tensor, expected: torch.Tensor, error: float) -> N
 
 
 def skip_unless_interpreter_works() -> None:
-    """Triton 3.6's interpreter fails with numpy 2.4."""
+    """Skip the test with numpy 2.4, because Triton 3.6's interpreter fails with it."""
     from pd.kernels.activation_triton import silu_and_mul
 
     try:

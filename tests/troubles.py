@@ -18,7 +18,7 @@ _INTERVAL = 0.25
 
 @contextlib.contextmanager
 def no_troubles(proxy_url: str) -> Iterator[None]:
-    """Checks that the proxy can use every node all the time, and that no answer went on elsewhere.
+    """Check that the proxy can always use every node, and that no answer failed over.
 
     A node that is given up, taken out by a breaker or stuck has a problem in ``GET /workers``.
     """
@@ -44,7 +44,7 @@ def no_troubles(proxy_url: str) -> Iterator[None]:
 
 
 def failovers(proxy_url: str) -> dict[str, float]:
-    """How often answers went on elsewhere, or could not, by outcome."""
+    """Count answers that failed over, or could not, by outcome."""
     text = httpx.get(f"{proxy_url}/metrics", timeout=60).text
     counts = re.findall(r'^pd_proxy_failovers_total\{outcome="(\w+)"\} (\S+)$', text, re.MULTILINE)
     return {outcome: float(count) for outcome, count in counts}

@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session", autouse=True)
 def forked_children() -> Iterator[None]:
-    """Processes of proxies start quickly."""
+    """Start processes of proxies quickly."""
     sys.path.insert(0, PROXY_TESTS)
     from forked_children import fork_children
 

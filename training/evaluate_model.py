@@ -3,8 +3,8 @@
     python training/evaluate_model.py --url http://127.0.0.1:8000
     python training/evaluate_model.py --url http://127.0.0.1:8000 --skill recall-4k --limit 50
 
-Needs nothing but Python. Answers are greedy, and right only if exactly the expected ones. The exit
-status is 0 if every bar is met, 1 if not, 2 if the server cannot be asked.
+Needs nothing but Python. Answers are greedy, and right only if they are exactly the expected ones.
+The exit status is 0 if every bar is met, 1 if not, 2 if the server is unreachable.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Client:
         return str(models[0]["id"])
 
     def chat(self, model: str, messages: list[dict[str, str]]) -> str:
-        """The greedy answer. Raises ServerError."""
+        """Return the greedy answer. Raises ServerError."""
         body = {
             "model": model,
             "messages": messages,
@@ -108,7 +108,7 @@ def _is_loopback(url: str) -> bool:
 
 
 def ask(client: Client, model: str, example: Example) -> Outcome:
-    """Go through the turns of one example; later ones see what was answered before."""
+    """Ask the turns of one example. Later turns see the earlier answers."""
     messages = [message._asdict() for message in example.before]
     answer = ""
     for turn in example.turns:
@@ -144,7 +144,7 @@ def main() -> int:
 
 
 def _commit() -> str:
-    """Commit of the working tree; PD_COMMIT names it where there is no repository."""
+    """Return the commit of the working tree, or PD_COMMIT if there is no repository."""
     if "PD_COMMIT" in os.environ:
         return os.environ["PD_COMMIT"]
     command = ["git", "-C", str(_HERE), "rev-parse", "HEAD"]
@@ -167,7 +167,7 @@ def _write(args: argparse.Namespace, model: str, commit: str, rows: list[dict[st
 
 
 def _show(name: str, outcomes: list[Outcome], seconds: float, wrong: int) -> dict[str, Any]:
-    """One line of the table, and what went wrong below it."""
+    """Print one line of the table, and errors below it."""
     right = sum(outcome.right for outcome in outcomes)
     share = right / len(outcomes)
     failed = [outcome for outcome in outcomes if outcome.error]

@@ -1,12 +1,12 @@
-"""Make the embedded model, its draft model and its EAGLE heads from nothing but a seed.
+"""Make the embedded model, its draft model and its EAGLE heads from a seed.
 
     python training/train_embedded_model.py                  # about 14 minutes on one H200
     python training/train_embedded_model.py --stages evaluate,report
 
 Writes pd/assets/embedded, embedded-draft, embedded-eagle and embedded-eagle3,
 docs/embedded-model.json and the page made from it. Needs torch, numpy, tokenizers and safetensors,
-and no network. Without a GPU it works as well, in days; ``--smoke`` runs every line of it in two
-minutes and ships nothing of use.
+and no network. Without a GPU it takes days. ``--smoke`` runs every line of it in two minutes, with
+a useless result.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Run:
         report.write(self._found, self.args.report)
 
     def report(self) -> None:
-        """Nothing is left to do: every stage ends with writing the report."""
+        """Do nothing, because every stage ends by writing the report."""
 
     def model(self) -> None:
         from embedded import export, vocabulary

@@ -1,33 +1,35 @@
-"""The output of a batch: a file that grows by whole lines, and with which a later run goes on."""
+"""The output of a batch: a file that grows by whole lines, so a later run can continue it."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
-import stat
 import sys
 from typing import TYPE_CHECKING
 
 from pd.batch.requests import id_digest, read_lines
 from pd.batch.results import LINE_START, WrittenResult, parse_written
 from pd.core.errors import SetupError, UsageError
+from pd.util.printable import escape_text
+from pd.util.replaced_files import replace_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-# An answer, and what stands around it.
+# Limit of a line: an answer and the fields around it.
 MAX_RESULT_BYTES = 80 << 20
 
 
 class BatchOutput:
-    """A file, a pipe or a device to which results are written.
+    """A file, a pipe or a device for results.
 
     Attributes:
-        name: for messages.
-        is_resumable: a later run can go on with it, which is so for files only.
-        done: requests with a final answer of an earlier run, by the digest of their id; whether
+        name: name for messages.
+        is_resumable: whether a later run can continue it; only files are resumable.
+        done: requests with a final answer of an earlier run, by the digest of their id, and whether
             they succeeded.
     """
 
@@ -35,21 +37,24 @@ class BatchOutput:
         self.name = name
         self.is_resumable = is_resumable
         self.done: dict[bytes, bool] = {}
-        # NOTE: a file that was replaced stays open, and so locked, for a run that has just opened
-        # it by the name that it had.
+        # NOTE: we keep a replaced file open, and so locked, because another run may just have
+        # opened it by its old name.
         self._fds = [fd]
+        self._is_terminal = os.isatty(fd)
 
     @property
     def _fd(self) -> int:
         return self._fds[-1]
 
-    def append(self, line: bytes) -> None:
-        """Write a line. Raises SetupError if it could not be written as a whole."""
+    def append_line(self, line: bytes) -> None:
+        """Write a line. If that fails, remove the written part and raise SetupError."""
         size = os.fstat(self._fd).st_size
+        if self._is_terminal:
+            line = _printable_json(line)
         try:
-            _write(self._fd, line)
+            _write_all(self._fd, line)
         except BrokenPipeError:
-            raise  # the command line knows what a reader that has left means
+            raise  # the command line handles readers that have left
         except OSError as error:
             if self.is_resumable:
                 with contextlib.suppress(OSError):
@@ -57,46 +62,46 @@ class BatchOutput:
             raise SetupError(f"cannot write {self.name}: {error.strerror}") from None
 
     def close(self) -> None:
-        """Close the file, once the disk has what was written."""
+        """Close the file after its content has reached the disk."""
         if self.is_resumable:
             with contextlib.suppress(OSError):
                 os.fsync(self._fd)
         for fd in self._fds:
             os.close(fd)
 
-    # ---- what earlier runs have left
+    # ---- results of earlier runs
 
     def resume(self, path: Path) -> None:
-        """Find out which requests are done, and leave out the lines of those that failed.
+        """Find out which requests are done, and drop the lines of failed ones.
 
-        A last line that was not written as a whole is cut off. If lines are left out, the file is
-        replaced by one without them, which gets its name when it is complete.
+        Cut off an incomplete last line. If lines are dropped, replace the file by a new one, which
+        gets its name when it is complete.
 
         Raises:
-            UsageError: the file is no output of a batch; it is left as it is.
-            SetupError: it cannot be read or replaced.
+            UsageError: the file is not the output of a batch; it stays as it is.
+            SetupError: the file cannot be read or replaced.
         """
         size = num_lines = 0
         ends_with_newline = True
-        for line, result in self._written():
+        for line, result in self._read_results():
             size += len(line)
             ends_with_newline = line.endswith(b"\n")
             if result is not None:
                 num_lines += 1
                 if result.is_final:
-                    self.done.setdefault(id_digest(result.custom_id), result.succeeded)
+                    self.done.setdefault(id_digest(result.custom_id), result.has_succeeded)
         try:
             if os.fstat(self._fd).st_size > size:
                 os.ftruncate(self._fd, size)
             if not ends_with_newline:
-                _write(self._fd, b"\n")
+                _write_all(self._fd, b"\n")
             if len(self.done) < num_lines:
-                self._replace(path)
+                self._replace_file(path)
         except OSError as error:
             raise SetupError(f"cannot write {self.name}: {error.strerror}") from None
 
-    def _written(self) -> Iterator[tuple[bytes, WrittenResult | None]]:
-        """The lines of the file but a last one that is cut; blank lines with None."""
+    def _read_results(self) -> Iterator[tuple[bytes, WrittenResult | None]]:
+        """Yield the lines of the file except an incomplete last one; blank lines with None."""
         os.lseek(self._fd, 0, os.SEEK_SET)
         try:
             with os.fdopen(self._fd, "rb", closefd=False) as file:
@@ -114,41 +119,33 @@ class BatchOutput:
         except OSError as error:
             raise SetupError(f"cannot read {self.name}: {error.strerror}") from None
 
-    def _replace(self, path: Path) -> None:
+    def _replace_file(self, path: Path) -> None:
         """Replace the file by one with the first final line of each request."""
-        new = path.with_name(f".{path.name}.new")
         left = set(self.done)
-        fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        try:
+        with replace_file(path) as fd:
+            fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for line, result in self._written():
+            for line, result in self._read_results():
                 if result is not None and result.is_final:
                     digest = id_digest(result.custom_id)
                     if digest in left:
                         left.discard(digest)
-                        _write(fd, line)
-            os.fchmod(fd, stat.S_IMODE(os.fstat(self._fd).st_mode))
-            os.fsync(fd)
-            new.replace(path)
-        except BaseException:
-            new.unlink(missing_ok=True)
-            os.close(fd)
-            raise
+                        _write_all(fd, line)
         self._fds.append(fd)
 
 
 def open_output(path: Path | None) -> BatchOutput:
-    """Open the output of a batch (None: standard output) and read what earlier runs have left.
+    """Open the output of a batch (None: standard output) and read the results of earlier runs.
 
     Raises:
-        UsageError: the file is no output of a batch.
+        UsageError: the file is not the output of a batch.
         SetupError: the file cannot be written, or another run writes it.
     """
     if path is None:
         return BatchOutput("standard output", os.dup(sys.stdout.fileno()), is_resumable=False)
     name = str(path)
     try:
-        path = path.resolve()  # a link stays one when the file is replaced
+        path = path.resolve()  # replacing the file must not replace a link to it
         if path.exists() and not path.is_file() and not path.is_dir():
             return BatchOutput(name, os.open(path, os.O_WRONLY), is_resumable=False)
         fd = _open_locked(path, name)
@@ -164,7 +161,7 @@ def open_output(path: Path | None) -> BatchOutput:
 
 
 def _open_locked(path: Path, name: str) -> int:
-    """Open the file which has the name, and lock it for this process."""
+    """Open the file with this name, and lock it for this process."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         try:
@@ -176,17 +173,24 @@ def _open_locked(path: Path, name: str) -> int:
             raise SetupError(f"another run writes {name}; wait until it has ended") from None
         except FileNotFoundError:
             pass
-        # Another run has replaced the file in between.
+        # Another run replaced the file after we opened it.
         os.close(fd)
 
 
+def _printable_json(line: bytes) -> bytes:
+    """Escape control characters; the values stay the same."""
+    text = line.decode(errors="replace")
+    shown = (c if escape_text(c, keep="\n\t") == c else json.dumps(c)[1:-1] for c in text)
+    return "".join(shown).encode()
+
+
 def _is_cut(line: bytes) -> bool:
-    """Whether a line without meaning is the beginning of one that a run was writing."""
+    """Whether an invalid line is the beginning of an unfinished one."""
     is_ours = line.startswith(LINE_START) or LINE_START.startswith(line)
     return is_ours and not line.endswith(b"\n")
 
 
-def _write(fd: int, data: bytes) -> None:
+def _write_all(fd: int, data: bytes) -> None:
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(fd, rest) :]

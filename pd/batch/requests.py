@@ -1,4 +1,4 @@
-"""Lines of a batch's input: one request each, in the format of OpenAI's Batch API."""
+"""Requests of a batch: one per line of the input, in the format of OpenAI's Batch API."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import msgspec
 
-from pd.core.brief import brief
+from pd.core.brief import short_repr
 from pd.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
-# The proxy takes bodies of 8 MiB.
+# The proxy accepts bodies of 8 MiB, which escapes may double.
 MAX_LINE_BYTES = 16 << 20
 MAX_ID_CHARACTERS = 512
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class Refusal(NamedTuple):
-    """The reason why a request of the input is answered with an error without being sent."""
+    """Why we answer a request with an error instead of sending it."""
 
     code: str
     message: str
@@ -36,8 +36,8 @@ class BatchRequest(NamedTuple):
 
     Attributes:
         url: path of the endpoint.
-        content: the JSON object of ``body``, byte for byte as the line has it.
-        refusal: None for a request that is sent.
+        content: the JSON object of ``body``, byte for byte as in the line.
+        refusal: None unless we answer it ourselves.
     """
 
     custom_id: str
@@ -65,44 +65,43 @@ def parse_request(line: bytes) -> BatchRequest:
     """Parse a line of the input. Raises UsageError, which names the value but not the line."""
     try:
         line.decode()
-        found = _lines.decode(line)
+        fields = _lines.decode(line)
     except msgspec.ValidationError as error:
         if line.lstrip().startswith(b"{"):
-            raise UsageError(f"cannot be read ({error}): {_shown(line)}") from None
-        raise UsageError(f"must be a JSON object, not {_shown(line)}") from None
+            raise UsageError(f"cannot be read ({error}): {_shorten_line(line)}") from None
+        raise UsageError(f"must be a JSON object, not {_shorten_line(line)}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"is not valid JSON ({error}): {_shown(line)}") from None
-    custom_id, method, url = found.custom_id, found.method, found.url
-    content = bytes(found.body)
+        raise UsageError(f"is not valid JSON ({error}): {_shorten_line(line)}") from None
+    custom_id, method, url = fields.custom_id, fields.method, fields.url
+    content = bytes(fields.body)
     for name, value in (("custom_id", custom_id), ("method", method), ("url", url)):
         if value is msgspec.UNSET:
-            raise UsageError(f"has no {name}: {_shown(line)}")
+            raise UsageError(f"has no {name}: {_shorten_line(line)}")
         if not isinstance(value, str) or not value:
-            raise UsageError(f"{name} must be a string that is not empty, not {brief(value)}")
+            raise UsageError(f"{name} must be a string that is not empty, not {short_repr(value)}")
     if len(custom_id) > MAX_ID_CHARACTERS:
         raise UsageError(
             f"custom_id has {len(custom_id)} characters, at most {MAX_ID_CHARACTERS} are allowed: "
-            f"{brief(custom_id)}"
+            f"{short_repr(custom_id)}"
         )
     if method != "POST":
-        raise UsageError(f"method must be POST, not {brief(method)}")
+        raise UsageError(f"method must be POST, not {short_repr(method)}")
     if not content:
-        raise UsageError(f"has no body: {_shown(line)}")
+        raise UsageError(f"has no body: {_shorten_line(line)}")
     if not content.startswith(b"{"):
-        raise UsageError(f"body must be a JSON object, not {_shown(content)}")
-    return BatchRequest(custom_id, url, content, _refusal(url, content))
+        raise UsageError(f"body must be a JSON object, not {_shorten_line(content)}")
+    return BatchRequest(custom_id, url, content, _find_refusal(url, content))
 
 
-def _refusal(url: str, content: bytes) -> Refusal | None:
-    """Why a request is not sent; None for one that is. Raises UsageError for a body that cannot be
-    read."""
+def _find_refusal(url: str, content: bytes) -> Refusal | None:
+    """Return why we do not send a request; None if we do. Raises UsageError for an invalid body."""
     if url not in ENDPOINTS:
         known = " and ".join(ENDPOINTS)
-        return Refusal("unsupported_url", f"url must be one of {known}, not {brief(url)}")
+        return Refusal("unsupported_url", f"url must be one of {known}, not {short_repr(url)}")
     try:
         stream = _bodies.decode(content).stream
     except (msgspec.DecodeError, RecursionError) as error:
-        raise UsageError(f"body cannot be read ({error}): {_shown(content)}") from None
+        raise UsageError(f"body cannot be read ({error}): {_shorten_line(content)}") from None
     if stream is True:
         return Refusal(
             "unsupported_stream", "stream must be false: a batch has whole answers, no events"
@@ -110,30 +109,30 @@ def _refusal(url: str, content: bytes) -> Refusal | None:
     return None
 
 
-def _shown(text: bytes) -> str:
-    return brief(text[:400].decode(errors="replace").strip())
+def _shorten_line(text: bytes) -> str:
+    return short_repr(text[:400].decode(errors="replace").strip())
 
 
 def id_digest(custom_id: str) -> bytes:
-    """16 bytes that stand for a ``custom_id``, whose length they do not depend on."""
+    """Return a digest of 16 bytes for a ``custom_id`` of any length."""
     return hashlib.blake2b(custom_id.encode(), digest_size=16).digest()
 
 
-def read_lines(file: BinaryIO, most: int) -> Iterator[tuple[int, bytes]]:
-    """Yield lines with their numbers, beginning with 1.
+def read_lines(file: BinaryIO, limit: int) -> Iterator[tuple[int, bytes]]:
+    """Yield lines with their numbers, from 1.
 
-    Raises UsageError for a line of more than ``most`` bytes; its message names the number.
+    Raises UsageError for a line of more than ``limit`` bytes; its message names the number.
     """
     number = 0
-    while line := file.readline(most + 1):
+    while line := file.readline(limit + 1):
         number += 1
-        if len(line) > most:
-            raise UsageError(f"line {number} has more than {most >> 20} MiB")
+        if len(line) > limit:
+            raise UsageError(f"line {number} has more than {limit >> 20} MiB")
         yield number, line
 
 
 class BatchInput:
-    """The input of a batch. It is read twice, so what cannot be read twice is copied to a file.
+    """The input of a batch. We read it twice, so we copy a pipe to a file first.
 
     Args:
         path: None for standard input.
@@ -160,20 +159,21 @@ class BatchInput:
     def fileno(self) -> int:
         return self._file.fileno()
 
-    def check(self) -> set[bytes]:
-        """Check every line, and return the digests of all ids.
+    def check_lines(self) -> set[bytes]:
+        """Check every line; return the digests of all ids.
 
-        Raises UsageError, which names the first line with an error and says how many others have
-        one.
+        Raises UsageError, which names the first line with an error and counts the others.
         """
         places: dict[bytes, int] = {}
         first, others = "", 0
-        for number, line in self._lines():
+        for number, line in self._read_lines():
             try:
                 custom_id = parse_request(line).custom_id
                 earlier = places.setdefault(id_digest(custom_id), number)
                 if earlier != number:
-                    raise UsageError(f"custom_id {brief(custom_id)} is that of line {earlier}, too")
+                    raise UsageError(
+                        f"custom_id {short_repr(custom_id)} is already in line {earlier}"
+                    )
             except UsageError as error:
                 others += bool(first)
                 first = first or f"line {number}: {error.message}"
@@ -182,19 +182,19 @@ class BatchInput:
             more = " (one more line has an error)" if others == 1 else more
             raise UsageError(f"{self.name} {first}{more}; nothing was sent")
         if not places:
-            raise UsageError(f"{self.name} has no requests: it has no line that is not blank")
+            raise UsageError(f"{self.name} has no requests: all its lines are blank")
         return set(places)
 
-    def requests(self) -> Iterator[BatchRequest]:
-        """Yield the requests. Raises UsageError for a file that has changed and has errors now."""
-        for number, line in self._lines():
+    def read_requests(self) -> Iterator[BatchRequest]:
+        """Yield the requests. Raises UsageError if the file has changed and has errors now."""
+        for number, line in self._read_lines():
             try:
                 yield parse_request(line)
             except UsageError as error:
                 raise UsageError(f"{self.name} line {number}: {error.message}") from None
 
-    def _lines(self) -> Iterator[tuple[int, bytes]]:
-        """The lines that are not blank."""
+    def _read_lines(self) -> Iterator[tuple[int, bytes]]:
+        """Yield all lines except blank ones."""
         self._file.seek(0)
         try:
             for number, line in read_lines(self._file, MAX_LINE_BYTES):

@@ -1,4 +1,4 @@
-"""A run of a batch: a bounded number of requests at a time, each until it has its answer."""
+"""Runs a batch: a bounded number of requests at a time, each until it has its answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pd.batch.requests import id_digest
-from pd.batch.results import BatchError, BatchResult, is_final, succeeded
+from pd.batch.results import BatchError, BatchResult, is_final, is_success
 from pd.core.errors import SetupError
 
 if TYPE_CHECKING:
@@ -21,28 +21,28 @@ if TYPE_CHECKING:
     from pd.batch.requests import BatchRequest
     from pd.batch.server import BatchAttempt, BatchServer
 
-# Pause before the second attempt at a request; it doubles with each further one.
+# Pause before the second attempt at a request; it doubles for each further one.
 FIRST_PAUSE_SECONDS = 0.5
 _MAX_PAUSE_SECONDS = 60.0
 _MAX_RETRY_AFTER_SECONDS = 300.0
-# After an interrupt, answers may take so long to come.
+# How long we wait for answers after an interrupt.
 GRACE_SECONDS = 30.0
-# So many requests that fail in a row, and at least all of those under way, end the run.
+# The run ends after so many failures in a row, or more if more requests are under way.
 _MIN_FAILURES_IN_A_ROW = 10
-# The event loop has a turn after so many requests that are done already.
+# Let the event loop run after skipping so many finished requests.
 _SKIPPED_AT_A_TIME = 256
 
 
 @dataclass
 class BatchCounts:
-    """Requests of the input by their outcome.
+    """Counts of the input's requests by outcome.
 
     Attributes:
         total: all of them.
         earlier: done by earlier runs.
-        answered: now, with success.
-        refused: of this and earlier runs, for a reason that lies in the request itself.
-        failed: now; a later run asks again.
+        answered: successful in this run.
+        refused: rejected in this or an earlier run, because of the request itself.
+        failed: failed in this run; a later run asks again.
     """
 
     total: int
@@ -53,16 +53,16 @@ class BatchCounts:
 
     @property
     def done(self) -> int:
-        """Requests that have their answer, or the reason why they never will."""
+        """Requests with an answer, or with a reason why they will never have one."""
         return self.earlier + self.answered + self.refused
 
 
 class BatchRun:
-    """Sends the requests which are not done, and writes their answers as they come.
+    """Sends the unfinished requests, and writes their answers as they come.
 
     Args:
-        concurrency: requests under way at most.
-        max_retries: further attempts at a request at most, in this run.
+        concurrency: most requests under way.
+        max_retries: most further attempts at a request in this run.
         progress: called after each request that ends.
         report: called with a line for the user.
     """
@@ -96,26 +96,26 @@ class BatchRun:
         self._unreachable = False
 
     async def run(self) -> None:
-        """Send everything, unless SIGINT or SIGTERM comes: then requests under way may end.
+        """Send everything. On SIGINT or SIGTERM, only wait for requests under way.
 
-        Raises SetupError if the server refuses the API key, is gone or fails one request after the
-        other, or if the output cannot be written.
+        Raises SetupError if the server rejects the API key, is gone or fails one request after
+        another, or if the output cannot be written.
         """
         if self.counts.done == self.counts.total:
             return
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._interrupt)
+            loop.add_signal_handler(number, self._on_interrupt)
         try:
-            await self._run_tasks([self._server.check()])
+            await self._run_tasks([self._server.check_models()])
             workers = min(self._concurrency, self.counts.total - self.counts.done)
-            await self._run_tasks([self._work() for _ in range(workers)])
+            await self._run_tasks([self._answer_requests() for _ in range(workers)])
         finally:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
 
     async def _run_tasks(self, work: Sequence[Coroutine[None, None, None]]) -> None:
-        """Wait for all of these. The first error ends the others and is raised."""
+        """Wait for all of them. The first error ends the others and is raised."""
         self._tasks = [asyncio.create_task(one) for one in work]
         try:
             await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -123,28 +123,28 @@ class BatchRun:
                 if task.done() and not task.cancelled():
                     task.result()
         finally:
-            self._abort()
+            self._cancel_tasks()
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _interrupt(self) -> None:
-        """Take no further request. A second call, or a while, ends those under way."""
+    def _on_interrupt(self) -> None:
+        """Take no further request. A second call, or a timeout, ends those under way."""
         if self.interrupted or not self._under_way:
-            self._abort()
+            self._cancel_tasks()
         else:
             self._report(
-                f"waiting up to {GRACE_SECONDS:.0f} s for what is under way ({self._under_way}); "
-                "Ctrl-C again ends it"
+                f"waiting up to {GRACE_SECONDS:.0f} s for {self._under_way} requests under way; "
+                "Ctrl-C again ends them"
             )
-            asyncio.get_running_loop().call_later(GRACE_SECONDS, self._abort)
+            asyncio.get_running_loop().call_later(GRACE_SECONDS, self._cancel_tasks)
         self.interrupted = True
         self._stopping.set()
 
-    def _abort(self) -> None:
+    def _cancel_tasks(self) -> None:
         for task in self._tasks:
             task.cancel()
 
-    async def _work(self) -> None:
-        """Take one request after the other from those that all workers share."""
+    async def _answer_requests(self) -> None:
+        """Answer one request after another. All workers share the requests."""
         for request in self._requests:
             if self._stopping.is_set():
                 return
@@ -153,10 +153,10 @@ class BatchRun:
                 if self._skipped % _SKIPPED_AT_A_TIME == 0:
                     await asyncio.sleep(0)
                 continue
-            await self._answer(request)
+            await self._answer_request(request)
 
-    async def _answer(self, request: BatchRequest) -> None:
-        """Write the result of a request, unless the run ends before it has one."""
+    async def _answer_request(self, request: BatchRequest) -> None:
+        """Write the result of a request, unless the run ends before."""
         result = BatchResult(f"batch_req_{uuid.uuid4().hex}", request.custom_id, None, None)
         attempt = None
         if request.refusal is not None:
@@ -164,27 +164,30 @@ class BatchRun:
         else:
             self._under_way += 1
             try:
-                attempt = await self._attempts(request, result.id)
+                attempt = await self._try_request(request, result.id)
             finally:
                 self._under_way -= 1
             if attempt is None:
                 return
             result.response, result.error = attempt.response, attempt.error
-        self._output.append(result.line())
-        self._count(attempt)
+        self._output.append_line(result.to_line())
+        self._count_result(attempt)
         self._progress()
 
-    async def _attempts(self, request: BatchRequest, name: str) -> BatchAttempt | None:
-        """The last attempt at a request; None if the run ends while it waits for another one."""
+    async def _try_request(self, request: BatchRequest, name: str) -> BatchAttempt | None:
+        """Return the last attempt at a request; None if the run ends while it waits for another."""
         for number in range(self._max_retries + 1):
-            attempt = await self._server.attempt(request.url, request.content, name)
-            self._note_outage(attempt)
+            attempt = await self._server.send_request(request.url, request.content, name)
+            # The next attempts take a while, so tell the user once that the server is gone.
+            if attempt.unreachable and not self._unreachable and self._max_retries:
+                self._report(f"{attempt.reason}; trying again up to {self._max_retries} times")
+            self._unreachable = attempt.unreachable
             if not attempt.try_again:
                 return attempt
             if number < self._max_retries:
                 pause = min(_MAX_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2**number)
                 pause = max(pause, min(attempt.wait, _MAX_RETRY_AFTER_SECONDS))
-                # Requests that failed together should not come together.
+                # Random pauses keep failed requests from returning all at once.
                 pause *= random.uniform(1.0, 1.5)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), pause)
@@ -194,17 +197,11 @@ class BatchRun:
             raise SetupError(f"{attempt.reason} (tried {self._max_retries + 1} times)")
         return attempt
 
-    def _note_outage(self, attempt: BatchAttempt) -> None:
-        """Tell the user once that the server is gone, since the next attempts take a while."""
-        if attempt.unreachable and not self._unreachable and self._max_retries:
-            self._report(f"{attempt.reason}; trying again up to {self._max_retries} times")
-        self._unreachable = attempt.unreachable
-
-    def _count(self, attempt: BatchAttempt | None) -> None:
-        """Count a result that was written. Raises SetupError after too many failures in a row."""
+    def _count_result(self, attempt: BatchAttempt | None) -> None:
+        """Count a written result. Raises SetupError after too many failures in a row."""
         counts = self.counts
         response = None if attempt is None else attempt.response
-        if response is not None and succeeded(response.status_code):
+        if response is not None and is_success(response.status_code):
             counts.answered += 1
         elif attempt is None or (response is not None and is_final(response.status_code)):
             counts.refused += 1

@@ -1,4 +1,4 @@
-"""The server that a batch is sent to: one attempt at one request."""
+"""The server of a batch: one attempt at one request."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import httpx
 import msgspec
 
 from pd import __version__
-from pd.batch.results import BatchError, BatchResponse, is_worth_another_attempt, succeeded
-from pd.core.brief import shorten
+from pd.batch.results import BatchError, BatchResponse, is_success, is_worth_another_attempt
+from pd.core.brief import shorten_text
 from pd.core.errors import SetupError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# One answer. All requests under way may need this much at once.
+# Limit of one answer. All requests under way may need this much at once.
 MAX_ANSWER_BYTES = 64 << 20
 _CONNECT_SECONDS = 10.0
-# Shorter than servers keep a connection, which would close it while a request is sent.
+# Shorter than servers keep idle connections, so none closes one while we send.
 _IDLE_SECONDS = 2.0
 _MAX_NAME_CHARACTERS = 256
 
-# Checks a text without making objects of its values.
+# Validates JSON without making objects of its values.
 _RAW = msgspec.json.Decoder(msgspec.Raw)
 
 
@@ -35,10 +35,9 @@ class BatchAttempt(NamedTuple):
     """The outcome of one attempt. Either ``response`` or ``error`` is None.
 
     Attributes:
-        try_again: the same run should send the request again.
-        wait: seconds for which the server wants to be left alone (``Retry-After``); 0 if it does
-            not say.
-        unreachable: no connection could be made.
+        try_again: whether the same run should send the request again.
+        wait: seconds for which the server asked us to wait (``Retry-After``); 0 if it did not.
+        unreachable: whether there was no connection.
     """
 
     response: BatchResponse | None = None
@@ -49,7 +48,7 @@ class BatchAttempt(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """The failure in words."""
+        """The failure as text."""
         if self.error is not None:
             return self.error.message
         assert self.response is not None
@@ -64,13 +63,13 @@ class BatchServer:
         url: base address, with or without ``/v1``.
         api_key: bearer token; None for none. No message shows it.
         timeout: seconds for one attempt, from connecting to the end of the answer.
-        concurrency: connections at most.
+        concurrency: most connections.
 
-    Raises UsageError for an address or a key that cannot be one.
+    Raises UsageError for an invalid address or key.
     """
 
     def __init__(self, url: str, api_key: str | None, timeout: float, concurrency: int) -> None:
-        self.url = _base_url(url)
+        self.url = _parse_base_url(url)
         self._timeout = timeout
         headers = {"Accept-Encoding": "identity", "User-Agent": f"pd-launch-batch/{__version__}"}
         if api_key is not None:
@@ -78,7 +77,7 @@ class BatchServer:
                 raise UsageError("the API key must consist of printable ASCII characters")
             headers["Authorization"] = f"Bearer {api_key}"
         tls = ssl.create_default_context() if self.url.startswith("https:") else False
-        # Without trust_env: requests, and their key, go to the server that was named.
+        # We ignore proxies of the environment, so the key reaches only the named server.
         self._client = httpx.AsyncClient(
             headers=headers,
             verify=tls,
@@ -90,23 +89,23 @@ class BatchServer:
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def check(self) -> None:
+    async def check_models(self) -> None:
         """Ask for the models. Raises SetupError if no server with OpenAI's API answers."""
         try:
             async with asyncio.timeout(_CONNECT_SECONDS):
                 answer = await self._client.get(f"{self.url}/v1/models")
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError, TimeoutError) as error:
-            raise SetupError(f"cannot reach {self.url}: {_describe(error)}") from None
+            raise SetupError(f"cannot reach {self.url}: {_describe_error(error)}") from None
         self._check_access(answer.status_code)
         if answer.is_redirect:
-            raise SetupError(f"{self.url} leads to another address; name that one")
+            raise SetupError(f"{self.url} redirects to another address; name that one")
         if answer.status_code == 404:
             raise SetupError(f"{self.url} has no OpenAI API: {self.url}/v1/models is not there")
 
-    async def attempt(self, path: str, content: bytes, name: str) -> BatchAttempt:
-        """Send a request once. ``name``: its X-Request-Id.
+    async def send_request(self, path: str, content: bytes, name: str) -> BatchAttempt:
+        """Send a request once, with ``name`` as its X-Request-Id.
 
-        Raises SetupError if the server refuses the API key.
+        Raises SetupError if the server rejects the API key.
         """
         headers = {"Content-Type": "application/json", "X-Request-Id": name}
         try:
@@ -121,19 +120,20 @@ class BatchServer:
                 async for part in answer.aiter_bytes():
                     body += part
                     if len(body) > MAX_ANSWER_BYTES:
-                        most = f"an answer has at most {MAX_ANSWER_BYTES >> 20} MiB"
-                        return _failure("answer_too_long", most)
-                return _outcome(answer.status_code, answer.headers, bytes(body), name)
+                        limit = f"an answer has at most {MAX_ANSWER_BYTES >> 20} MiB"
+                        return _make_failure("answer_too_long", limit)
+                return _make_attempt(answer.status_code, answer.headers, bytes(body), name)
         except TimeoutError:
-            return _failure("timeout", f"no answer within {self._timeout:g} s")
+            return _make_failure("timeout", f"no answer within {self._timeout:g} s")
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            found = _failure("connection_failed", f"cannot reach {self.url}: {_describe(error)}")
-            return found._replace(try_again=True, unreachable=True)
+            message = f"cannot reach {self.url}: {_describe_error(error)}"
+            failure = _make_failure("connection_failed", message)
+            return failure._replace(try_again=True, unreachable=True)
         except httpx.TransportError as error:
-            message = f"the connection was lost: {_describe(error)}"
-            return _failure("connection_lost", message)._replace(try_again=True)
+            message = f"the connection was lost: {_describe_error(error)}"
+            return _make_failure("connection_lost", message)._replace(try_again=True)
         except httpx.HTTPError as error:
-            return _failure("invalid_answer", _describe(error))
+            return _make_failure("invalid_answer", _describe_error(error))
 
     def _check_access(self, status: int) -> None:
         if status in (401, 403):
@@ -143,47 +143,46 @@ class BatchServer:
             )
 
 
-def _outcome(status: int, headers: Mapping[str, str], body: bytes, name: str) -> BatchAttempt:
-    """The outcome of an attempt that was answered."""
-    if not _is_object(body):
-        text = shorten(body[:2000].decode(errors="replace").strip(), 300)
-        if succeeded(status):
-            return _failure("invalid_answer", f"the answer is no JSON object: {text}")
-        error = {"message": text, "type": None, "param": None, "code": None}
-        body = msgspec.json.encode({"error": error})
-    # Line breaks are only between the values of JSON, never inside of them.
-    body = body.replace(b"\n", b" ").replace(b"\r", b" ")
-    request_id = headers.get("x-request-id") or name
-    response = BatchResponse(status, shorten(request_id, _MAX_NAME_CHARACTERS), msgspec.Raw(body))
-    return BatchAttempt(
-        response,
-        try_again=is_worth_another_attempt(status),
-        wait=_seconds(headers.get("retry-after", "")),
-    )
-
-
-def _failure(code: str, message: str) -> BatchAttempt:
-    return BatchAttempt(error=BatchError(code, message))
-
-
-def _is_object(body: bytes) -> bool:
+def _make_attempt(status: int, headers: Mapping[str, str], body: bytes, name: str) -> BatchAttempt:
+    """Make the outcome of an answered attempt."""
     try:
         body.decode()
         _RAW.decode(body)
+        is_object = body.lstrip().startswith(b"{")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return False
-    return body.lstrip().startswith(b"{")
+        is_object = False
+    if not is_object:
+        text = shorten_text(body[:2000].decode(errors="replace").strip(), 300)
+        if is_success(status):
+            return _make_failure("invalid_answer", f"the answer is no JSON object: {text}")
+        error = {"message": text, "type": None, "param": None, "code": None}
+        body = msgspec.json.encode({"error": error})
+    # JSON has line breaks only between values, never inside of them.
+    body = body.replace(b"\n", b" ").replace(b"\r", b" ")
+    request_id = headers.get("x-request-id") or name
+    response = BatchResponse(
+        status, shorten_text(request_id, _MAX_NAME_CHARACTERS), msgspec.Raw(body)
+    )
+    return BatchAttempt(
+        response,
+        try_again=is_worth_another_attempt(status),
+        wait=_parse_retry_after(headers.get("retry-after", "")),
+    )
+
+
+def _make_failure(code: str, message: str) -> BatchAttempt:
+    return BatchAttempt(error=BatchError(code, message))
 
 
 def _error_message(body: bytes) -> str:
     try:
-        return shorten(str(msgspec.json.decode(body)["error"]["message"]), 300)
+        return shorten_text(str(msgspec.json.decode(body)["error"]["message"]), 300)
     except (msgspec.DecodeError, KeyError, TypeError, RecursionError):
         return ""
 
 
-def _seconds(retry_after: str) -> float:
-    """Seconds of a ``Retry-After`` header, which may name a time instead; 0 for anything else."""
+def _parse_retry_after(retry_after: str) -> float:
+    """Return the seconds of a ``Retry-After`` header, which may name a time; 0 if it is invalid."""
     if retry_after.isascii() and retry_after.isdigit():
         return float(retry_after[:9])
     try:
@@ -192,13 +191,13 @@ def _seconds(retry_after: str) -> float:
         return 0.0
 
 
-def _describe(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _base_url(text: str) -> str:
-    """The address without ``/v1``. Raises UsageError for what is none, without showing what may be
-    a password."""
+def _parse_base_url(text: str) -> str:
+    """Return the address without ``/v1``. Raises UsageError for an invalid one, without showing a
+    possible password."""
     url = text if "://" in text else f"http://{text}"
     try:
         parts = urlsplit(url)
@@ -208,6 +207,6 @@ def _base_url(text: str) -> str:
     if is_url and "@" in parts.netloc:
         raise UsageError("--url must be without a user and password; give --api-key instead")
     if not is_url or "?" in url or "#" in url or not url.isprintable() or " " in url:
-        shown = "" if "@" in text else f", not {shorten(text, 100)}"
+        shown = "" if "@" in text else f", not {shorten_text(text, 100)}"
         raise UsageError(f"--url must be like http://HOST:PORT or https://HOST{shown}")
     return url.rstrip("/").removesuffix("/v1").rstrip("/")

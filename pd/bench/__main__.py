@@ -1,4 +1,4 @@
-"""``python -m pd.bench``: ``pd-bench`` from a source tree that is not installed."""
+"""``python -m pd.bench``: ``pd-bench`` from a source tree without an installation."""
 
 from __future__ import annotations
 

@@ -1,26 +1,32 @@
 """`pd-bench engine`: how fast one node computes, measured inside the engine that serves.
 
-A unified node runs in this process, with its scheduler, pool and sockets; its client is another
-process, as a proxy would be, and sends random prompts that share nothing. Everything ignores ends
-of sequence, and is greedy unless said otherwise. Times are medians.
+A unified node runs in this process, with its scheduler, pool and sockets. Its client is a process
+of its own, as a proxy would be, and sends unrelated random prompts. Answers ignore ends of
+sequence, and sampling is greedy unless stated otherwise. We empty the cache before each work. Times
+are medians.
 
-`decode:B` is the interval between the completions of neighbouring steps that decoded exactly B
-sequences and computed no prompt, the first few left out. `prefill:N` is the time from a request's
-arrival at the node until its first token is known there, one request at a time, a new prompt each;
-`cached:N` the same for a prompt that is cached except for its last page. `offline:RxIxO` sends R
-prompts of I tokens at once for O tokens each, from the first send to the last token at the client.
-`sampled:B` is `decode:B` at temperature 1, `filters:B` the same with top-k and top-p, `schema:B`
-the same with each output under a JSON schema, `schema-bounded:B` under one whose strings have
-minimum and maximum lengths, `penalties:B` is `decode:B` with penalties on one of its requests, and
-`schema-prefill:N` is `prefill:N` under the schema, which is compiled before: the model directory
-must have a tokenizer (`benchmarks/large_vocabulary.py` makes one for a shape).
-`spec:B:K` is `decode:B` with K tokens drafted for each sequence and step, where a drafter is given
-(`--speculative-algorithm`). Its tokens per second are those accepted, of which
-`--simulate-acceptance` makes as many as a trained model would. `verify:B:T` is one forward pass and
-its sampling over T tokens of each of B sequences, alone and without drafts; `verify:B:1` is a plain
-step. `mixed:B:N:P` is the same of a step with a part of a prompt beside answers: one token of each
-of B sequences, and N of a prompt of which P are computed. Before each work the cache is emptied.
-The roofline is that of `pd/bench/engine_roofline.py`.
+- `decode:B`: interval between consecutive steps that decode exactly B sequences and no prompt
+- `prefill:N`: from a request's arrival at the node until it knows the first token; one request at
+  a time, each with a new prompt
+- `cached:N`: the same for a prompt that is cached except for its last page
+- `offline:RxIxO`: R prompts of I tokens sent at once for O tokens each, from the first send to
+  the last token at the client
+- `sampled:B`: `decode:B` at temperature 1
+- `filters:B`: `sampled:B` with top-k and top-p
+- `penalties:B`: `decode:B` with penalties on one of its requests
+- `schema:B`: `sampled:B` with each output under a JSON schema
+- `schema-bounded:B`: `schema:B` with minimum and maximum lengths of its strings
+- `schema-prefill:N`: `prefill:N` under the schema, which is compiled before
+- `spec:B:K`: `decode:B` with K tokens drafted for each sequence and step, which needs
+  `--speculative-algorithm`; tokens per second are accepted tokens, as many as a trained model
+  would accept with `--simulate-acceptance`
+- `verify:B:T`: one forward pass and its sampling over T tokens of each of B sequences, alone and
+  without drafts, so `verify:B:1` is a plain step
+- `mixed:B:N:P`: the same for one token of each of B sequences and N tokens of a prompt, after P
+  computed ones
+
+Works under a schema need a model directory with a tokenizer; `benchmarks/large_vocabulary.py` makes
+one for a shape. `pd/bench/engine_roofline.py` defines the roofline.
 """
 
 from __future__ import annotations
@@ -29,16 +35,16 @@ import argparse
 import dataclasses
 import json
 import logging
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pd.bench.report import Row, add_output, check_output, write_report
+from pd.bench.report import Row, add_output, check_output, format_command, write_report
 from pd.bench.shapes import NAMES, SHAPES, model_directory
 from pd.core.config import NodeConfig
 from pd.core.errors import PDError, UsageError
-from pd.core.garbage import freeze_objects
+from pd.util.garbage import freeze_objects
+from pd.util.logs import configure_logging
 
 if TYPE_CHECKING:
     from pd.bench.engine_roofline import Roofline
@@ -47,7 +53,7 @@ if TYPE_CHECKING:
 
 DEFAULT_WORK = ("decode:1,8,32,64,128,256", "prefill:1024,8192,32768", "cached:32768")
 REFERENCE = Path(__file__).resolve().parents[2] / "benchmarks" / "reference_vllm.json"
-# What a result may differ by without being about something else.
+# Settings that result files record, because results depend on them.
 _SETTINGS = (
     "dtype",
     "page_size",
@@ -77,12 +83,12 @@ examples:
   pd-bench engine --model embedded --device cpu --work decode:1 spec:1:4 \\
       --speculative-algorithm draft --speculative-draft-model pd/assets/embedded-draft
 
-All flags of pd-launch unified say how the node is built; those of its network mean nothing here.
+All flags of pd-launch unified configure the node; its network flags have no effect here.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of a unified node, and those that say what to measure."""
+    """Add the flags of a unified node and of the measurement."""
     from pd.commands import node_flags
 
     node_flags.add_arguments(parser, "unified")
@@ -90,7 +96,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     parser.set_defaults(port=0)
     group = parser.add_argument_group(
-        "measurement", f"--model takes also a name: {', '.join(NAMES)} (dummy weights but the last)"
+        "measurement",
+        f"--model also takes a name: {', '.join(NAMES)} (dummy weights except for the last)",
     )
     add = group.add_argument
     add(
@@ -106,51 +113,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--context", type=int, default=1024, help="tokens attended to in decode, on average")
     add("--steps", type=int, default=100, help="decode steps to measure")
     add("--repeats", type=int, default=5, help="timed prompts of each length")
-    add("--timeout", type=float, default=300.0, metavar="SECONDS", help="of one work")
+    add("--timeout", type=float, default=300.0, metavar="SECONDS", help="limit of one work")
     add(
         "--simulate-acceptance",
         type=float,
         metavar="LENGTH",
-        help="spec: accept drafts at random, so that a step brings LENGTH tokens for each "
-        "sequence, on average; dummy weights accept nothing",
+        help="spec: accept drafts at random, so that a step yields LENGTH tokens per sequence on "
+        "average, because dummy weights accept nothing",
     )
-    add("--profile", type=Path, metavar="FILE", help="trace some steps on the GPU into it")
+    add("--profile", type=Path, metavar="FILE", help="write a trace of some GPU steps to FILE")
     add(
         "--profile-work",
         default="decode:64",
         metavar="WORK",
-        help="which steps: decode:B (or sampled, filters, penalties, schema), spec:B:K, verify:B:T "
-        "or mixed:B:N:P (default: decode:64)",
+        help="steps to trace: decode:B (or sampled, filters, penalties, schema), spec:B:K, "
+        "verify:B:T or mixed:B:N:P (default: decode:64)",
     )
     add_output(group)
 
 
 def _refuse_stray(text: str) -> str:
-    """Refuse an argument that belongs to no flag."""
-    hint = "everything is a flag"
-    if ":" in text:
-        hint = f"what to measure is given as --work {text}"
+    """Reject a stray argument."""
+    hint = f"give works as --work {text}" if ":" in text else "everything is a flag"
     raise argparse.ArgumentTypeError(f"unexpected {text!r}: {hint}")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print and write. Returns 1 if a work failed; the others count.
+    """Measure, print and write. Return 1 if a work failed; we still measure the others.
 
-    ``args`` has also the whole ``command_line``, as it was typed.
+    ``args`` also has the whole ``command_line``.
     """
-    logging.basicConfig(stream=sys.stderr, level="WARNING")
+    from pd.bench.engine_work import parse_work
+
+    configure_logging(logging.WARNING)
     logging.getLogger("pd").setLevel("INFO")
-    config = config_from(args)
-    works, profiled = _works(args), _profiled(args)
+    config = make_config(args)
+    for name in ("context", "steps", "repeats"):
+        if getattr(args, name) < 1:
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(f"{flag} must be at least 1, not {getattr(args, name)}")
+    works = parse_work(args.work or list(DEFAULT_WORK), args.context)
+    profiled = _parse_profile_work(args)
     check_output(args.output)
     check_output(args.profile, "--profile")
-    server, bench = _start(args, config)
+    server, bench = _start_node(args, config)
     try:
-        failed = _measure(args, works, server, bench)
+        failed = _measure_works(args, works, server, bench)
         if args.profile is not None:
             from pd.bench.engine_profile import profile_steps
 
-            shown = profile_steps(bench, profiled, args.profile, _command(args))
+            command = format_command(args.command_line)
+            shown = profile_steps(bench, profiled, args.profile, command)
             print(f"{args.profile}: {shown}; summarize it with scripts/gpu_idle.py", flush=True)
         return int(failed > 0)
     finally:
@@ -158,13 +171,9 @@ def run(args: argparse.Namespace) -> int:
         server.stop()
 
 
-def _command(args: argparse.Namespace) -> str:
-    return shlex.join(["pd-bench", *args.command_line])
-
-
-def config_from(args: argparse.Namespace) -> NodeConfig:
-    """The node's configuration; raises UsageError for values that cannot work."""
-    from pd.models.config import find_checkpoint
+def make_config(args: argparse.Namespace) -> NodeConfig:
+    """Make the node's configuration. Raises UsageError for impossible values."""
+    from pd.models.checkpoint import find_checkpoint
 
     known = {field.name for field in dataclasses.fields(NodeConfig)} & set(vars(args))
     settings = {name: getattr(args, name) for name in known}
@@ -177,37 +186,26 @@ def config_from(args: argparse.Namespace) -> NodeConfig:
     return NodeConfig(role="unified", **settings)
 
 
-def _works(args: argparse.Namespace) -> list[Workload]:
-    from pd.bench.engine_work import parse_work
-
-    for name in ("context", "steps", "repeats"):
-        if getattr(args, name) < 1:
-            flag = "--" + name.replace("_", "-")
-            raise UsageError(f"{flag} must be at least 1, not {getattr(args, name)}")
-    return parse_work(args.work or list(DEFAULT_WORK), args.context)
-
-
-def _profiled(args: argparse.Namespace) -> Workload:
-    """The work of ``--profile-work``; raises UsageError unless it is one that consists of steps."""
+def _parse_profile_work(args: argparse.Namespace) -> Workload:
+    """Parse ``--profile-work``. Raise UsageError unless the work consists of steps."""
     from pd.bench.engine_work import parse_work
 
     works = parse_work([args.profile_work], args.context)
     if len(works) != 1 or works[0].kind not in ("decode", "spec", "verify", "mixed"):
         raise UsageError(
-            f"--profile-work {args.profile_work} is none of decode:B, spec:B:K, verify:B:T and "
+            f"--profile-work {args.profile_work}: give decode:B, spec:B:K, verify:B:T or "
             "mixed:B:N:P"
         )
     return works[0]
 
 
-def _start(args: argparse.Namespace, config: NodeConfig) -> tuple[NodeServer, Bench]:
-    from pd.bench.engine_profile import prime
+def _start_node(args: argparse.Namespace, config: NodeConfig) -> tuple[NodeServer, Bench]:
+    from pd.bench.engine_profile import load_profiler
     from pd.bench.engine_work import Bench
-    from pd.commands.node import limit_threads
-    from pd.launch import NodeServer
+    from pd.launch import NodeServer, limit_threads
 
     if args.profile is not None:
-        prime()
+        load_profiler()
     limit_threads("unified", args.cpu_threads)
     server = NodeServer(config)
     try:
@@ -227,12 +225,12 @@ def _start(args: argparse.Namespace, config: NodeConfig) -> tuple[NodeServer, Be
     return server, bench
 
 
-def _measure(
+def _measure_works(
     args: argparse.Namespace, works: list[Workload], server: NodeServer, bench: Bench
 ) -> int:
-    """Returns how many works failed."""
-    roofline = _roofline(server)
-    reference = _reference(args, server)
+    """Return how many works failed."""
+    roofline = _find_roofline(server)
+    reference = _load_reference(args, server)
     rows: list[Row] = []
     failed = 0
     print(_COLUMNS, flush=True)
@@ -244,28 +242,42 @@ def _measure(
             print(f"pd-bench engine: {work}: {error.message}", file=sys.stderr, flush=True)
             continue
         batch = server.node.core.config.max_running_requests
-        least = None if roofline is None else _least(roofline, work, measured, batch)
-        rows.append(_row(work, measured, least, reference.get(str(work))))
-        print(_line(rows[-1]), flush=True)
+        least = None if roofline is None else _least_seconds(roofline, work, measured, batch)
+        row: Row = {
+            "work": str(work),
+            "context": None if measured.context is None else round(measured.context),
+            "repeats": len(measured.seconds),
+            "median_ms": round(measured.median * 1e3, 3),
+            "p90_ms": round(measured.p90 * 1e3, 3),
+            "tokens_per_s": round(measured.num_tokens / measured.median, 1),
+            "acceptance_length": measured.acceptance,
+            "roofline_ms": None if least is None else round(least * 1e3, 3),
+            "share_of_roofline_rate": None if least is None else least / measured.median,
+            "vllm_ms": reference.get(str(work)),
+        }
+        rows.append(row)
+        print(_format_row(row), flush=True)
         if args.output is not None:
-            _write(args, rows, server)
+            _write_results(args, rows, server)
     return failed
 
 
-def _least(roofline: Roofline, work: Workload, measured: Measured, batch: int) -> float | None:
-    """Seconds of the roofline, which does not know drafts."""
+def _least_seconds(
+    roofline: Roofline, work: Workload, measured: Measured, batch: int
+) -> float | None:
+    """Return the roofline's seconds; None for works outside its model, such as drafts."""
     if work.kind == "decode":
         assert measured.context is not None
-        return roofline.decode(work.count, measured.context)
+        return roofline.decode_seconds(work.count, measured.context)
     if work.kind in ("spec", "verify", "mixed"):
         return None
     if work.kind == "offline":
-        return roofline.offline(work.count, work.num_in, work.num_out, batch)
-    return roofline.prefill(work.num_in, measured.cached)
+        return roofline.offline_seconds(work.count, work.num_in, work.num_out, batch)
+    return roofline.prefill_seconds(work.num_in, measured.cached)
 
 
-def _roofline(server: NodeServer) -> Roofline | None:
-    """The device's roofline; None where its ceilings are not known."""
+def _find_roofline(server: NodeServer) -> Roofline | None:
+    """Return the device's roofline; None if we have not measured its ceilings."""
     from pd.bench.engine_roofline import CEILINGS, Roofline
 
     engine = server.node.engine
@@ -281,8 +293,8 @@ def _roofline(server: NodeServer) -> Roofline | None:
     return Roofline(engine.model_config, pool.dtype.itemsize, ceiling, gpus)
 
 
-def _reference(args: argparse.Namespace, server: NodeServer) -> dict[str, float]:
-    """Milliseconds of vLLM by work, if this is what it was measured on."""
+def _load_reference(args: argparse.Namespace, server: NodeServer) -> dict[str, float]:
+    """Return vLLM's milliseconds by work, if it was measured with these settings."""
     device = server.node.engine.pool.device
     if not REFERENCE.is_file() or device.type != "cuda":
         return {}
@@ -296,27 +308,11 @@ def _reference(args: argparse.Namespace, server: NodeServer) -> dict[str, float]
         "tp_size": server.node.core.config.tp_size,
         "context": args.context,
     }
-    alike = all(known[name] == value for name, value in here.items())
-    return known["milliseconds"] if alike else {}
+    is_comparable = all(known[name] == value for name, value in here.items())
+    return known["milliseconds"] if is_comparable else {}
 
 
-def _row(work: Workload, measured: Measured, roofline: float | None, vllm_ms: float | None) -> Row:
-    """The measurement as it goes into the result file."""
-    return {
-        "work": str(work),
-        "context": None if measured.context is None else round(measured.context),
-        "repeats": len(measured.seconds),
-        "median_ms": round(measured.median * 1e3, 3),
-        "p90_ms": round(measured.p90 * 1e3, 3),
-        "tokens_per_s": round(measured.num_tokens / measured.median, 1),
-        "acceptance_length": measured.acceptance,
-        "roofline_ms": None if roofline is None else round(roofline * 1e3, 3),
-        "share_of_roofline_rate": None if roofline is None else roofline / measured.median,
-        "vllm_ms": vllm_ms,
-    }
-
-
-def _line(row: Row) -> str:
+def _format_row(row: Row) -> str:
     def cell(name: str, width: int, form: str) -> str:
         value = row[name]
         return f"{'' if value is None else format(value, form):>{width}}"
@@ -329,7 +325,7 @@ def _line(row: Row) -> str:
     )
 
 
-def _write(args: argparse.Namespace, rows: list[Row], server: NodeServer) -> None:
+def _write_results(args: argparse.Namespace, rows: list[Row], server: NodeServer) -> None:
     node, config = server.node, server.node.core.config
     settings: Row = {name: getattr(config, name) for name in _SETTINGS if hasattr(config, name)}
     settings |= {
@@ -339,10 +335,5 @@ def _write(args: argparse.Namespace, rows: list[Row], server: NodeServer) -> Non
         "kv_cache_tokens": node.core.memory.num_pages * config.page_size,
         "steps": args.steps,
     }
-    write_report(
-        args.output,
-        _command(args),
-        rows,
-        measured=["pd"],
-        settings=settings,
-    )
+    command = format_command(args.command_line)
+    write_report(args.output, command, rows, measured=["pd"], settings=settings)

@@ -1,6 +1,6 @@
-"""A proxy reduced to its messages, in a process of its own, as the proxy is when it serves.
+"""A minimal proxy in a process of its own.
 
-It must not share Python's global lock with the node that is measured.
+We do not run it in the node's process, because it would compete for Python's global lock.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import multiprocessing
 import multiprocessing.connection
 import secrets
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import zmq
@@ -21,8 +22,8 @@ from pd.core.messages import (
     Generate,
     ProxyHeartbeat,
     StepOutputs,
-    decode,
-    encode,
+    decode_message,
+    encode_message,
 )
 
 if TYPE_CHECKING:
@@ -34,61 +35,75 @@ if TYPE_CHECKING:
 
 
 class Ask(NamedTuple):
-    """One request: a prompt (int32, little-endian) and how to sample."""
+    """One request: a prompt (int32, little-endian) and its sampling parameters."""
 
     prompt: bytes
     params: SamplingParams
 
 
-class RequestTimes(NamedTuple):
+@dataclass(slots=True)
+class RequestTimes:
     """Times and counts of one request.
 
     Attributes:
         sent, first, ended: monotonic times at the client.
-        to_first: seconds from the request's arrival at the node until token 1 was known there.
-        cached_tokens: of the prompt.
+        to_first: seconds from the request's arrival at the node until it knew the first token.
+        cached_tokens: number of prompt tokens from the cache.
     """
 
     sent: float
-    first: float
-    ended: float
-    to_first: float
-    num_tokens: int
-    cached_tokens: int
+    first: float = 0.0
+    ended: float = 0.0
+    to_first: float = 0.0
+    num_tokens: int = 0
+    cached_tokens: int = 0
+
+    def add_output(self, output: Output) -> bool:
+        """Add an output; return whether it was the last one."""
+        if not self.num_tokens:
+            self.first = time.monotonic()
+            self.cached_tokens = output.cached_tokens or 0
+            if output.stages is not None:
+                self.to_first = (output.stages.queue or 0.0) + (output.stages.prefill or 0.0)
+        self.num_tokens += len(output.token_ids)
+        if output.finish is None:
+            return False
+        self.ended = time.monotonic()
+        return True
 
 
 class Client:
-    """Sends batches of requests to one node and waits for their ends."""
+    """Sends batches of requests to one node and waits for their answers."""
 
     def __init__(self, endpoint: str, instance_id: str) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, far = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(far, endpoint, instance_id), name="client", daemon=True
+            target=_serve_pipe, args=(far, endpoint, instance_id), name="client", daemon=True
         )
         self._process.start()
 
     def run(self, asks: Sequence[Ask], timeout: float) -> list[RequestTimes]:
-        """Send all at once; see :meth:`result`."""
+        """Send all at once and wait; see :meth:`wait_results`."""
         self.start(asks)
-        return self.result(timeout)
+        return self.wait_results(timeout)
 
     def start(self, asks: Sequence[Ask]) -> None:
         """Send all at once and return."""
         self._pipe.send(list(asks))
 
-    def result(self, timeout: float) -> list[RequestTimes]:
-        """The answers to what was started last, in its order.
+    def wait_results(self, timeout: float) -> list[RequestTimes]:
+        """Return the answers to the last batch, in its order.
 
         Raises:
             PDError: a request failed; the error is the node's.
-            SetupError: not all ended within ``timeout`` seconds.
+            SetupError: a request had no answer within ``timeout`` seconds.
         """
         multiprocessing.connection.wait([self._pipe, self._process.sentinel], timeout)
         if not self._pipe.poll():
             ended = self._process.exitcode
-            what = f"more than {timeout:g} s" if ended is None else f"the client's exit ({ended})"
-            raise SetupError(f"requests were unanswered after {what}")
+            why = f"more than {timeout:g} s" if ended is None else f"the client's exit ({ended})"
+            raise SetupError(f"requests were unanswered after {why}")
         answers: list[RequestTimes] | PDError = self._pipe.recv()
         if isinstance(answers, PDError):
             raise answers
@@ -103,40 +118,6 @@ class Client:
             self._process.join()
 
 
-class _Pending:
-    """A request under way."""
-
-    __slots__ = ("cached_tokens", "ended", "first", "num_tokens", "sent", "to_first")
-
-    def __init__(self, sent: float) -> None:
-        self.sent = sent
-        self.first = self.ended = self.to_first = 0.0
-        self.num_tokens = self.cached_tokens = 0
-
-    def take(self, output: Output) -> bool:
-        """True when this was the last one."""
-        if not self.num_tokens:
-            self.first = time.monotonic()
-            self.cached_tokens = output.cached_tokens or 0
-            if output.stages is not None:
-                self.to_first = (output.stages.queue or 0.0) + (output.stages.prefill or 0.0)
-        self.num_tokens += len(output.token_ids)
-        if output.finish is None:
-            return False
-        self.ended = time.monotonic()
-        return True
-
-    def answer(self) -> RequestTimes:
-        return RequestTimes(
-            self.sent,
-            self.first,
-            self.ended,
-            self.to_first,
-            self.num_tokens,
-            self.cached_tokens,
-        )
-
-
 class _NodeSocket:
     """The client's side of the node's socket."""
 
@@ -147,11 +128,11 @@ class _NodeSocket:
         self.socket.setsockopt(zmq.IPV6, "[" in endpoint)
         self.socket.setsockopt(zmq.IDENTITY, self._instance.encode())
         self.socket.connect(endpoint)
-        self._batch: list[_Pending] = []
-        self._pending: dict[bytes, _Pending] = {}
+        self._batch: list[RequestTimes] = []
+        self._pending: dict[bytes, RequestTimes] = {}
         self._next_heartbeat = 0.0
 
-    def send(self, asks: Sequence[Ask]) -> None:
+    def send_requests(self, asks: Sequence[Ask]) -> None:
         self._batch, self._pending = [], {}
         for ask in asks:
             room = secrets.token_bytes(ROOM_BYTES)
@@ -163,13 +144,13 @@ class _NodeSocket:
                 token_ids=ask.prompt,
                 params=ask.params,
             )
-            self._pending[room] = pending = _Pending(time.monotonic())
+            self._pending[room] = pending = RequestTimes(time.monotonic())
             self._batch.append(pending)
-            self.socket.send(encode(message))
+            self.socket.send(encode_message(message))
 
-    def receive(self) -> list[RequestTimes] | PDError | None:
-        """Take one message; the answers when all are there, or what went wrong."""
-        message = decode(self.socket.recv_multipart()[-1])
+    def receive_message(self) -> list[RequestTimes] | PDError | None:
+        """Handle one message. Return the answers once all are complete, or the first error."""
+        message = decode_message(self.socket.recv_multipart()[-1])
         if isinstance(message, Failed) and message.room in self._pending:
             self._pending.clear()
             return error_from_kind(message.error.kind, message.error.message, message.error.param)
@@ -178,32 +159,32 @@ class _NodeSocket:
         before = len(self._pending)
         for output in message.outputs:
             pending = self._pending.get(output.room)
-            if pending is not None and pending.take(output):
+            if pending is not None and pending.add_output(output):
                 del self._pending[output.room]
-        return [p.answer() for p in self._batch] if before and not self._pending else None
+        return self._batch if before and not self._pending else None
 
-    def beat(self) -> None:
-        """Send a heartbeat when one is due; without them the node ends the client's requests."""
+    def send_heartbeat(self) -> None:
+        """Send a heartbeat when one is due, because the node ends requests of silent clients."""
         if time.monotonic() >= self._next_heartbeat:
             self._next_heartbeat = time.monotonic() + HEARTBEAT_INTERVAL
-            self.socket.send(encode(ProxyHeartbeat(to="", sender=self._instance)))
+            self.socket.send(encode_message(ProxyHeartbeat(to="", sender=self._instance)))
 
 
-def _serve(pipe: Connection, endpoint: str, instance_id: str) -> None:
-    """Pass requests to the node and results back, until the other end closes the pipe."""
+def _serve_pipe(pipe: Connection, endpoint: str, instance_id: str) -> None:
+    """Pass requests to the node and results back until the other end closes the pipe."""
     connection = _NodeSocket(endpoint, instance_id)
     poller = zmq.Poller()
     poller.register(connection.socket, zmq.POLLIN)
     poller.register(pipe.fileno(), zmq.POLLIN)
     while True:
         ready: dict[object, int] = dict(poller.poll(round(HEARTBEAT_INTERVAL * 1000)))
-        connection.beat()
+        connection.send_heartbeat()
         if connection.socket in ready:
-            result = connection.receive()
+            result = connection.receive_message()
             if result is not None:
                 pipe.send(result)
         if pipe.fileno() in ready:
             try:
-                connection.send(pipe.recv())
+                connection.send_requests(pipe.recv())
             except EOFError:
                 return

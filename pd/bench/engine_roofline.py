@@ -1,11 +1,11 @@
 """The least time that a GPU could take: its memory read at full speed, its matrix units busy.
 
-A decode step reads all weights once (of a mixture of experts, those that the batch is expected to
-choose if every expert is equally likely) and the KV of every sequence once. A prompt costs two
-floating-point operations per weight and token, of the output head for the last token alone, and the
-products of causal attention. Whichever of the two takes longer is the roofline; activations, KV
-writes and the embedding's rows are left out. Ceilings are what simple programs reached on that GPU,
-not its data sheet's: for an H200 4.33 TB/s of streaming reads and 800 TFLOP/s of bf16 products.
+A decode step reads all weights once and the KV of every sequence once. For a mixture of experts we
+count the experts that the batch is expected to choose if all are equally likely. A prompt costs two
+floating-point operations per weight and token (of the output head only for its last token) and the
+products of causal attention. The roofline is the slower of the two. We leave out activations, KV
+writes and the embedding's rows. Ceilings are rates that simple programs reached on the GPU, because
+data sheets promise more: an H200 streams 4.33 TB/s and computes 800 TFLOP/s of bf16 products.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GpuCeiling:
-    """Highest rates of a GPU, per second."""
+    """Highest measured rates of a GPU, per second."""
 
     read_bytes: float
     flops: float
@@ -33,7 +33,7 @@ class Roofline:
     """Least times, in seconds, of a model on ``num_gpus`` GPUs with this ceiling.
 
     Args:
-        width: bytes of one weight and of one number in the KV cache.
+        width: bytes of one weight, and of one number in the KV cache.
     """
 
     def __init__(
@@ -44,40 +44,41 @@ class Roofline:
         self._read_bytes = ceiling.read_bytes * num_gpus
         self._flops = ceiling.flops * num_gpus
         self._head = model.hidden_size * model.vocab_size
-        # Bytes of the KV of one token.
+        # Bytes of one token's KV.
         self._kv_bytes = 2 * model.num_kv_heads * model.head_dim * model.num_layers * width
 
     def _weight_bytes(self, num_tokens: int) -> float:
-        """Bytes of the weights that this many tokens touch together."""
+        """Count the bytes of all weights that this many tokens use together."""
         model, experts = self._model, 1.0
         if model.num_experts:
             missed = 1 - model.num_experts_per_tok / model.num_experts
             experts = model.num_experts * (1 - missed**num_tokens)
-        return (model.num_layers * model.layer_weights(experts) + self._head) * self._width
+        return (model.num_layers * model.count_layer_weights(experts) + self._head) * self._width
 
-    def _computation(self, num_tokens: int, num_pairs: float, num_logits: int) -> float:
-        """Floating-point operations; ``num_pairs`` of a query and a key that it attends to."""
+    def _count_flops(self, num_tokens: int, num_pairs: float, num_logits: int) -> float:
+        """Count floating-point operations; ``num_pairs`` counts queries with each of their keys."""
         model = self._model
         layers = model.token_flops * num_tokens + model.pair_flops * num_pairs
         return layers + 2 * self._head * num_logits
 
-    def _time(self, num_bytes: float, flops: float) -> float:
+    def _seconds(self, num_bytes: float, flops: float) -> float:
         return max(num_bytes / self._read_bytes, flops / self._flops)
 
-    def decode(self, batch: int, context: float) -> float:
+    def decode_seconds(self, batch: int, context: float) -> float:
         """One step of ``batch`` sequences of ``context`` tokens each."""
         num_bytes = self._weight_bytes(batch) + batch * context * self._kv_bytes
-        return self._time(num_bytes, self._computation(batch, batch * context, batch))
+        return self._seconds(num_bytes, self._count_flops(batch, batch * context, batch))
 
-    def prefill(self, num_tokens: int, cached: int = 0) -> float:
-        """A prompt of ``num_tokens`` of which ``cached`` are in the pool."""
+    def prefill_seconds(self, num_tokens: int, cached: int = 0) -> float:
+        """A prompt of ``num_tokens``; the pool has ``cached`` of them."""
         new = num_tokens - cached
         pairs = new * cached + new * (new + 1) / 2
         num_bytes = self._weight_bytes(new) + cached * self._kv_bytes
-        return self._time(num_bytes, self._computation(new, pairs, 1))
+        return self._seconds(num_bytes, self._count_flops(new, pairs, 1))
 
-    def offline(self, count: int, num_in: int, num_out: int, batch: int) -> float:
+    def offline_seconds(self, count: int, num_in: int, num_out: int, batch: int) -> float:
         """``count`` prompts, then the decode steps of full batches at their mean context."""
         batch = min(batch, count)
         steps = math.ceil(count / batch) * (num_out - 1)
-        return count * self.prefill(num_in) + steps * self.decode(batch, num_in + num_out / 2)
+        decoding = steps * self.decode_seconds(batch, num_in + num_out / 2)
+        return count * self.prefill_seconds(num_in) + decoding

@@ -1,4 +1,4 @@
-"""Log of a node's steps: when each was complete, and what it computed."""
+"""Log of a node's steps: when each step was complete and its work."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class LoggedStep(NamedTuple):
     """One step.
 
     Attributes:
-        at: monotonic time at which its tokens were known to the host.
-        batch: works, of which a chunk of a prompt would be the last.
-        decodes_only: no chunk is among them.
-        context: tokens that its sequences attend to, on average.
-        tokens: that its sequences have more after it.
+        at: monotonic time when the host knew its tokens.
+        batch: number of works; a prompt's chunk would be the last of them.
+        decodes_only: whether no chunk of a prompt is among them.
+        context: mean context of its sequences, in tokens.
+        tokens: number of new tokens of its sequences.
     """
 
     at: float
@@ -30,8 +30,8 @@ class LoggedStep(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """Seconds between two consecutive steps of the same decode batch, and the latter's context and
-    tokens."""
+    """Seconds between two consecutive steps of the same decode batch, with the context and the
+    tokens of the second step."""
 
     seconds: float
     context: float
@@ -39,19 +39,20 @@ class Interval(NamedTuple):
 
 
 class StepLog:
-    """Notes every step of a node at the moment when the scheduler accounts for it."""
+    """Logs every step of a node when the scheduler accounts for it."""
 
     def __init__(self, node: Node) -> None:
         self.steps: list[LoggedStep] = []
-        self._process = node.scheduler.process
-        # Every caller of the method is to come by here.
-        node.scheduler.process = self._note  # type: ignore[method-assign]
+        self._process = node.scheduler.process_step
+        # We replace the method itself, so no caller bypasses the log.
+        node.scheduler.process_step = self._log_step  # type: ignore[method-assign]
 
-    def _note(self, works: list[Work]) -> None:
+    def _log_step(self, works: list[Work]) -> None:
         now = time.monotonic()
         last = works[-1]
-        # NOTE: before the step is accounted for, which makes a finished prompt a running sequence.
-        # Sequences run in the order in which they came, so the first and the last stand for all.
+        # NOTE: read all this before the scheduler accounts for the step, because a finished prompt
+        # then becomes a running sequence. Sequences run in the order of their arrival, so the first
+        # and the last one stand for all.
         context = (works[0].stop + last.stop) / 2
         decodes_only = last.sequence.sampling is not None
         before = sum(work.sequence.num_tokens for work in works)
@@ -59,11 +60,11 @@ class StepLog:
         tokens = sum(work.sequence.num_tokens for work in works) - before
         self.steps.append(LoggedStep(now, len(works), decodes_only, context, tokens))
 
-    def intervals(self, batch: int) -> list[Interval]:
-        """Between neighbours that both decoded exactly ``batch`` sequences and nothing else."""
-        found = []
+    def find_intervals(self, batch: int) -> list[Interval]:
+        """Find neighbouring steps that both decoded exactly ``batch`` sequences and no prompt."""
+        intervals = []
         for before, after in pairwise(list(self.steps)):
             alike = before.batch == after.batch == batch
             if alike and before.decodes_only and after.decodes_only:
-                found.append(Interval(after.at - before.at, after.context, after.tokens))
-        return found
+                intervals.append(Interval(after.at - before.at, after.context, after.tokens))
+        return intervals

@@ -1,4 +1,4 @@
-"""Workloads of ``pd-bench engine``, and their measurement."""
+"""Workloads of ``pd-bench engine`` and their measurement."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pd.bench.engine_client import Ask, Client
 from pd.bench.engine_sampling import sampling_params
 from pd.bench.engine_steps import StepLog
 from pd.core.errors import SetupError, UsageError
-from pd.engine.model_runner import ForwardItem
+from pd.engine.forward_item import ForwardItem
 from pd.engine.sampling_state import Draw
-from pd.speculative.costs import greedy_state
+from pd.speculative.costs import make_greedy_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pd.launch import NodeServer
 
 Kind = Literal["decode", "prefill", "cached", "offline", "spec", "verify", "mixed"]
-# Works that are ``decode`` and ``prefill`` with other sampling.
+# Works that decode or prefill with some kind of sampling.
 _SAMPLED: dict[str, tuple[Kind, Sampling]] = {
     "decode": ("decode", "greedy"),
     "sampled": ("decode", "sampled"),
@@ -45,12 +45,12 @@ _WORK = re.compile(
     rf"({'|'.join(_SAMPLED)}):(\d+(?:,\d+)*)|(offline):\d+x\d+x\d+|(spec|verify):\d+:\d+"
     r"|(mixed):\d+:\d+:\d+"
 )
-# The first steps of a batch still see the end of its prompts.
+# The first steps of a batch still overlap with its last prompts.
 _WARM_STEPS = 4
-# Multiples of it are spread evenly over the unit interval.
+# Multiples of this number are spread evenly over the unit interval.
 _GOLDEN = (5**0.5 - 1) / 2
 _IDLE_SECONDS = 10.0
-# Steps of ``verify`` and ``mixed`` that are timed together.
+# Steps of ``verify`` and ``mixed`` per timing.
 _TIMED_TOGETHER = 20
 
 
@@ -59,14 +59,13 @@ class Workload:
     """One thing to measure.
 
     Attributes:
-        count: sequences; 1 of ``prefill`` and ``cached``.
-        num_in: tokens of each prompt (of ``decode``, ``spec``, ``verify`` and ``mixed``: of the
-            context, on average).
-        num_out: tokens that each generates (of ``spec``: that are drafted for each and step; of
-            ``verify``: that a step computes of each; of ``mixed``: that a step computes of a
-            prompt); 0 where that follows from the rest.
-        prior: tokens of the prompt that are computed already, of ``mixed``.
-        sampling: of its requests, see :func:`pd.bench.engine_sampling.sampling_params`.
+        count: number of sequences; 1 for ``prefill`` and ``cached``.
+        num_in: tokens of each prompt; for ``decode``, ``spec``, ``verify`` and ``mixed`` the mean
+            context.
+        num_out: ``offline``: tokens of each answer; ``spec``: drafted tokens per sequence and step;
+            ``verify``: computed tokens per sequence; ``mixed``: computed tokens of the prompt.
+        prior: ``mixed``: tokens of the prompt that are computed already.
+        sampling: see :func:`pd.bench.engine_sampling.sampling_params`.
     """
 
     kind: Kind
@@ -89,7 +88,7 @@ class Workload:
 
 
 def parse_work(texts: list[str], context: int) -> list[Workload]:
-    """``decode:1,8 prefill:1024 cached:1024 offline:512x1024x128 spec:8:3``.
+    """Parse works such as ``decode:1,8 prefill:1024 offline:512x1024x128 spec:8:3``.
 
     Raises UsageError for anything else.
     """
@@ -97,13 +96,12 @@ def parse_work(texts: list[str], context: int) -> list[Workload]:
     for text in texts:
         match = _WORK.fullmatch(text)
         numbers = [int(part) for part in re.findall(r"\d+", text)]
-        # The prompt of a mixed step may have no computed tokens.
+        # The prompt of a mixed step may start with no computed tokens.
         if match is None or not all(numbers[: 2 if match[5] else None]):
             raise UsageError(
-                f"--work {text} is none of decode:BATCH (or {', '.join(_DECODES)} instead of "
-                "decode), prefill:TOKENS (or schema-prefill), cached:TOKENS, "
-                "offline:REQUESTSxINxOUT, spec:BATCH:DRAFTED, verify:BATCH:TOKENS and "
-                "mixed:BATCH:TOKENS:PRIOR"
+                f"--work {text}: give decode:BATCH (or {', '.join(_DECODES)} instead of decode), "
+                "prefill:TOKENS (or schema-prefill), cached:TOKENS, offline:REQUESTSxINxOUT, "
+                "spec:BATCH:DRAFTED, verify:BATCH:TOKENS or mixed:BATCH:TOKENS:PRIOR"
             )
         if match[3]:
             works.append(Workload("offline", numbers[0], numbers[1], numbers[2]))
@@ -122,13 +120,13 @@ def parse_work(texts: list[str], context: int) -> list[Workload]:
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds, and what they are of.
+    """Measured seconds of a work.
 
     Attributes:
-        context: tokens attended to on average, of ``decode`` and ``spec``.
-        cached: tokens of a prompt that came from the cache.
-        acceptance: tokens that a step brings for a sequence, of ``spec``.
-        num_tokens: that were computed or generated per unit of ``seconds``.
+        num_tokens: tokens computed or generated in each of ``seconds``.
+        context: ``decode`` and ``spec``: mean number of tokens attended to.
+        cached: tokens of a prompt from the cache.
+        acceptance: ``spec``: new tokens of a sequence per step.
     """
 
     seconds: list[float]
@@ -147,12 +145,14 @@ class Measured:
 
 
 class Simulated:
-    """Counts as accepted what the weights of a trained model might: each drafted token, if those
-    before it were, with the same probability. The drafts of a run stand evenly between likely and
-    unlikely ones (a Weyl sequence), so that few are enough to have the mean.
+    """Accepts drafts as the weights of a trained model might.
+
+    A drafted token counts if all tokens before it do, and then with a fixed probability. The drafts
+    of a run alternate evenly between likely and unlikely ones (a Weyl sequence), so a few of them
+    already have the right mean.
 
     Args:
-        length: mean acceptance length, the token that the model adds included.
+        length: mean acceptance length, including the model's own token.
         drafted: tokens of a draft.
 
     Raises:
@@ -184,11 +184,11 @@ class Bench:
     """A unified node in this process and a client in another.
 
     Args:
-        steps: intervals between decode steps to measure.
+        steps: number of intervals between decode steps to measure.
         repeats: timed prompts of one length.
-        timeout: seconds that one work may take.
-        acceptance: mean acceptance length that ``spec`` pretends, see :class:`Simulated`; None
-            counts what is accepted.
+        timeout: time limit of one work, in seconds.
+        acceptance: mean acceptance length to simulate for ``spec``, see :class:`Simulated`; None
+            counts the model's accepted tokens.
     """
 
     def __init__(
@@ -213,36 +213,35 @@ class Bench:
         self._client.close()
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether the node has nothing to do."""
         return self._node.idle
 
     def measure(self, work: Workload) -> Measured:
-        """Raises PDError if requests fail or the node cannot do the work."""
+        """Measure a work. Raise PDError if requests fail or the node cannot do the work."""
         self.start_afresh()
-        # Only ``spec`` drafts.
-        with self.drafting(work):
-            measured: Measured = getattr(self, f"_{work.kind}")(work)
+        with self.limit_drafts(work):
+            measured: Measured = getattr(self, f"_measure_{work.kind}")(work)
             return measured
 
     def start_afresh(self) -> None:
-        """Empty the cache and forget the steps, once the node is idle.
+        """Wait until the node is idle, then empty the cache and forget the steps.
 
-        Raises SetupError if it does not get idle.
+        Raises SetupError if the node stays busy.
         """
         deadline = time.monotonic() + _IDLE_SECONDS
         while not self._node.idle:
             if time.monotonic() > deadline:
-                raise SetupError(f"the node is not idle: {self._node.queues()}")
+                raise SetupError(f"the node is still busy: {self._node.count_queues()}")
             time.sleep(0.001)
         self._node.flush_cache()
         self.log.steps.clear()
 
-    def _prompt(self, num_tokens: int) -> bytes:
-        """Random, so that no two share a page."""
+    def _draw_prompt(self, num_tokens: int) -> bytes:
+        """Draw a random prompt, so no two prompts share a page."""
         return self._rng.integers(0, self._vocab, num_tokens).astype("<i4").tobytes()
 
-    def _run(self, asks: list[Ask]) -> list[RequestTimes]:
+    def _send_all(self, asks: list[Ask]) -> list[RequestTimes]:
         return self._client.run(asks, self._timeout)
 
     # ---- decode
@@ -255,52 +254,52 @@ class Bench:
         growth: float | None = None,
         sampling: Sampling = "greedy",
     ) -> None:
-        """Have ``batch`` sequences begin that will decode together for ``steps`` steps at least,
-        with about ``context`` tokens in the middle of them.
+        """Start ``batch`` sequences that decode together for at least ``steps`` steps, with about
+        ``context`` tokens in the middle of these steps.
 
         Args:
-            growth: tokens of a sequence until then that count; by default ``steps``.
+            growth: tokens that a sequence gains during the measurement; by default ``steps``.
         """
         chunk = self._node.core.config.chunked_prefill_size
-        # The first of them decode while the last ones' prompts are computed.
+        # The first sequences already decode while the last prompts are computed.
         waits = min(batch, 2 * -(-batch * context // chunk) + 8)
         max_tokens = steps + waits + _WARM_STEPS + 2
-        # What they decode before all of them do: nothing to ``waits`` / 2 tokens or so.
+        # Until then a sequence decodes between none and about ``waits`` / 2 tokens.
         grown = int(steps if growth is None else growth)
         length = max(1, context - grown // 2 - _WARM_STEPS - waits // 4)
         self._client.start(
             [
-                Ask(self._prompt(length), sampling_params(sampling, index, max_tokens))
+                Ask(self._draw_prompt(length), sampling_params(sampling, index, max_tokens))
                 for index in range(batch)
             ]
         )
 
-    def finish(self) -> None:
-        """Wait for what was started."""
-        self._client.result(self._timeout)
+    def wait_results(self) -> None:
+        """Wait for the requests of :meth:`start_decode`."""
+        self._client.wait_results(self._timeout)
 
-    def _decode(self, work: Workload) -> Measured:
-        intervals = self._intervals(work)
+    def _measure_decode(self, work: Workload) -> Measured:
+        intervals = self._measure_intervals(work)
         return Measured(
             [interval.seconds for interval in intervals],
             work.count,
             context=statistics.mean(interval.context for interval in intervals),
         )
 
-    def _intervals(
-        self, work: Workload, most: int = 1, expected: float | None = None
+    def _measure_intervals(
+        self, work: Workload, max_growth: int = 1, mean_growth: float | None = None
     ) -> list[Interval]:
-        """Between the steps of a batch, in which a sequence grows by ``most`` tokens at most and by
-        ``expected`` on average."""
-        spare = (_WARM_STEPS + 2) * (most - 1)
-        growth = self._steps * (most if expected is None else expected)
+        """Measure the steps of a batch. ``max_growth`` and ``mean_growth``: tokens that a sequence
+        gains in a step."""
+        spare = (_WARM_STEPS + 2) * (max_growth - 1)
+        growth = self._steps * (max_growth if mean_growth is None else mean_growth)
         if work.sampling in ("schema", "schema-bounded"):
-            # The node compiles it once.
-            self._run([Ask(self._prompt(1), sampling_params(work.sampling, 0, 1))])
-        steps = self._steps * most + spare
+            # The node compiles the schema once, so we do it before the measurement.
+            self._send_all([Ask(self._draw_prompt(1), sampling_params(work.sampling, 0, 1))])
+        steps = self._steps * max_growth + spare
         self.start_decode(work.count, work.num_in, steps, growth, work.sampling)
-        self.finish()
-        intervals = self.log.intervals(work.count)[_WARM_STEPS:][: self._steps]
+        self.wait_results()
+        intervals = self.log.find_intervals(work.count)[_WARM_STEPS:][: self._steps]
         if len(intervals) < self._steps // 2 + 1:
             largest = max((step.batch for step in self.log.steps), default=0)
             raise SetupError(
@@ -312,8 +311,8 @@ class Bench:
     # ---- drafts
 
     @contextlib.contextmanager
-    def drafting(self, work: Workload) -> Iterator[None]:
-        """Have as many tokens drafted for each sequence and step as ``spec`` says, none otherwise.
+    def limit_drafts(self, work: Workload) -> Iterator[None]:
+        """Draft as many tokens per sequence and step as ``spec`` asks for; none for other works.
 
         Raises UsageError if the node drafts fewer.
         """
@@ -325,7 +324,7 @@ class Bench:
         if tokens > before:
             raise UsageError(
                 f"spec:…:{tokens} drafts more than --speculative-num-draft-tokens {before}, or "
-                "--speculative-algorithm is not given"
+                "--speculative-algorithm is missing"
             )
         scheduler.draft_tokens = tokens
         if tokens and self._acceptance is not None:
@@ -335,8 +334,8 @@ class Bench:
         finally:
             scheduler.draft_tokens, lengths.simulate = before, None
 
-    def _spec(self, work: Workload) -> Measured:
-        intervals = self._intervals(work, work.num_out + 1, self._acceptance)
+    def _measure_spec(self, work: Workload) -> Measured:
+        intervals = self._measure_intervals(work, work.num_out + 1, self._acceptance)
         tokens = statistics.mean(interval.tokens for interval in intervals)
         return Measured(
             [interval.seconds for interval in intervals],
@@ -348,68 +347,69 @@ class Bench:
     # ---- steps without the scheduler
 
     def run_steps(self, work: Workload) -> Callable[[int], float]:
-        """Prepare ``verify`` or ``mixed``. The result runs so many steps, one behind the other so
-        that none waits for the host, and returns the seconds of each on average.
+        """Prepare ``verify`` or ``mixed``. The returned function runs so many steps and returns the
+        mean seconds of one. It queues them without waiting, so none waits for the host.
 
         Raises SetupError if the pool has too few pages.
         """
-        # A part has the tokens of a sequence that are computed already, the number of those that a
-        # step computes, and how many of these have logits.
+        # Each part has the computed tokens of a sequence, the tokens that a step computes, and the
+        # number of logits.
         if work.kind == "verify":
             parts = [(work.num_in, work.num_out, work.num_out)] * work.count
         else:
             parts = [(work.num_in, 1, 1)] * work.count + [(work.prior, work.num_out, 0)]
         engine = self._node.engine
-        engine.activate()
+        engine.activate_device()
         page_size, pool = engine.pool.page_size, engine.pool
         sizes = [-(-(start + count) // page_size) for start, count, _ in parts]
         if sum(sizes) > pool.num_pages:
             raise SetupError(f"{work} needs {sum(sizes)} pages; see --kv-cache-tokens")
-        # NOTE: nothing is cached and nobody is served, so all pages are free.
+        # NOTE: the cache is empty and there are no requests, so all pages are free.
         pages = self._rng.permutation(pool.num_pages)[: sum(sizes)].astype(np.int32)
         tables = np.split(pages, np.cumsum(sizes)[:-1])
         items = []
         for (start, count, num_logits), table in zip(parts, tables, strict=True):
             ids = self._rng.integers(0, self._vocab, count).astype(np.int32)
             items.append(ForwardItem(ids, start, table, num_logits))
-        draws = [Draw(greedy_state(engine))] * sum(num_logits for _, _, num_logits in parts)
+        draws = [Draw(make_greedy_state(engine))] * sum(num_logits for _, _, num_logits in parts)
 
         def run(steps: int) -> float:
             began = time.perf_counter()
             for _ in range(steps):
                 logits = engine.runner.forward(items)
-                samples = engine.sampler.launch(logits, engine.sampler.prepare(draws))
-            samples.result()
+                samples = engine.sampler.launch_draws(logits, engine.sampler.prepare_draws(draws))
+            samples.read_tokens()
             return (time.perf_counter() - began) / steps
 
         return run
 
-    def _verify(self, work: Workload) -> Measured:
-        return self._steps_of(work, work.count * work.num_out)
+    def _measure_verify(self, work: Workload) -> Measured:
+        return self._time_steps(work, work.count * work.num_out)
 
-    def _mixed(self, work: Workload) -> Measured:
-        return self._steps_of(work, work.count + work.num_out)
+    def _measure_mixed(self, work: Workload) -> Measured:
+        return self._time_steps(work, work.count + work.num_out)
 
-    def _steps_of(self, work: Workload, tokens: int) -> Measured:
+    def _time_steps(self, work: Workload, tokens: int) -> Measured:
         run = self.run_steps(work)
         seconds = [run(_TIMED_TOGETHER) for _ in range(self._repeats + 1)]
         return Measured(seconds[1:], tokens, context=work.num_in)
 
     # ---- prompts
 
-    def _prefill(self, work: Workload) -> Measured:
-        """The first warms up; each is another prompt."""
+    def _measure_prefill(self, work: Workload) -> Measured:
+        """Time new prompts; the first one warms up."""
         seconds = []
         for _ in range(self._repeats + 1):
             params = sampling_params(work.sampling, 0, 1)
-            (answer,) = self._run([Ask(self._prompt(work.num_in), params)])
+            (answer,) = self._send_all([Ask(self._draw_prompt(work.num_in), params)])
             seconds.append(answer.to_first)
         return Measured(seconds[1:], work.num_in)
 
-    def _cached(self, work: Workload) -> Measured:
-        """The first computes the prompt, the second warms up."""
-        ask = Ask(self._prompt(work.num_in), sampling_params("greedy", 0, 1))
-        answers = [self._run([ask])[0] for _ in range(self._repeats + 2)][2:]
+    def _measure_cached(self, work: Workload) -> Measured:
+        """Time one prompt again and again, after one request that fills the cache and another that
+        warms up."""
+        ask = Ask(self._draw_prompt(work.num_in), sampling_params("greedy", 0, 1))
+        answers = [self._send_all([ask])[0] for _ in range(self._repeats + 2)][2:]
         cached = min(answer.cached_tokens for answer in answers)
         page_size = self._node.core.config.page_size
         if cached < (work.num_in - 1) // page_size * page_size:
@@ -418,12 +418,12 @@ class Bench:
 
     # ---- all at once
 
-    def _offline(self, work: Workload) -> Measured:
+    def _measure_offline(self, work: Workload) -> Measured:
         few = min(work.count, 4)
         warm, params = (sampling_params("greedy", 0, n) for n in (4, work.num_out))
-        self._run([Ask(self._prompt(work.num_in), warm) for _ in range(few)])
-        asks = [Ask(self._prompt(work.num_in), params) for _ in range(work.count)]
+        self._send_all([Ask(self._draw_prompt(work.num_in), warm) for _ in range(few)])
+        asks = [Ask(self._draw_prompt(work.num_in), params) for _ in range(work.count)]
         self.start_afresh()
-        answers = self._run(asks)
+        answers = self._send_all(asks)
         seconds = max(a.ended for a in answers) - min(a.sent for a in answers)
         return Measured([seconds], sum(answer.num_tokens for answer in answers))

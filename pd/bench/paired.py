@@ -1,4 +1,4 @@
-"""Whether one of two versions is faster: measures of their result files, paired run by run."""
+"""Decides which of two versions is faster, from result files paired run by run."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 Verdict = Literal["faster", "same", "slower", "unclear", "changed", "equal"]
 
-# An interval covers the true median with this probability at least, where there are enough pairs.
+# Probability with which an interval covers the true median, given enough pairs.
 CONFIDENCE = 0.9
-# Pairs below this number have no such interval.
+# Fewer pairs than this have no such interval.
 LEAST_PAIRS = 5
 _LESS_IS_BETTER = re.compile(r"(^|_)(s|ms|us|ns|seconds|passes|misses|errors|failed)$")
 _MORE_IS_BETTER = re.compile(
     r"(_per_s(_per_gpu)?|_per_second|([gmt]b|flop)_s|throughput|speedup|goodput|acceptance_length"
     r"|hits|(hit|right)_rate|(goodput|cached)_share|share_of_(ceiling|roofline)(_rate)?)$"
 )
-# Units, in rows that name the unit of their numbers.
+# Units in rows that have a ``unit``.
 _MORE_IS_BETTER_UNIT = re.compile(r"/s$|per second$")
 
 
@@ -32,9 +32,9 @@ class Measure(NamedTuple):
     """One number of a result file.
 
     Attributes:
-        row: texts, switches and constant integers of its row, which tell what was measured.
-        occurrence: number of the row among those alike.
-        name: of the number.
+        row: texts, switches and constant integers of its row, which identify the work.
+        occurrence: index of the row among rows with the same identity.
+        name: name of the number.
     """
 
     row: tuple[tuple[str, Any], ...]
@@ -43,7 +43,7 @@ class Measure(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The row's values, for people."""
+        """The row's values as text."""
         return " ".join(str(value) for _, value in self.row) or "-"
 
 
@@ -52,7 +52,7 @@ class Comparison(NamedTuple):
 
     Attributes:
         before, after: medians.
-        ratio: median over pairs of after by before; infinite where something came of nothing.
+        ratio: median of after by before over the pairs; infinite if a zero became positive.
         low, high: interval of the ratio; None with few pairs.
     """
 
@@ -75,21 +75,31 @@ def compare_runs(
         margin: ratios up to ``1 ± margin`` count as no difference.
 
     Returns:
-        measures that all runs have, in the order of the first. Counts that never differ are parts
-        of rows instead.
+        measures that all runs have, in the order of the first run. Integers that never differ
+        identify rows instead.
     """
     constant = _constant_integers([*before, *after])
-    old = [_measures(run, constant) for run in before]
-    new = [_measures(run, constant) for run in after]
+    old = [_collect_measures(run, constant) for run in before]
+    new = [_collect_measures(run, constant) for run in after]
     common = [m for m in old[0] if all(m in run for run in (*old, *new))]
-    return [_compare(m, [r[m] for r in old], [r[m] for r in new], margin) for m in common]
+    comparisons = []
+    for measure in common:
+        pairs = [(a[measure], b[measure]) for a, b in zip(old, new, strict=True)]
+        # The sign test only needs to know which of two ratios is larger, so infinity will do.
+        ratios = [b / a if a else copysign(inf, b) if b else 1.0 for a, b in pairs]
+        ratio, interval = median(ratios), median_interval(ratios)
+        verdict = _judge(measure, pairs, ratio, interval, margin)
+        start, end = median(a for a, _ in pairs), median(b for _, b in pairs)
+        low, high = interval or (None, None)
+        comparisons.append(Comparison(measure, start, end, len(pairs), ratio, low, high, verdict))
+    return comparisons
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """The narrowest interval between two of the values, as far from either end, that covers the
-    median with :data:`CONFIDENCE`; None if none does.
+    """Return the narrowest interval between two values, equally far from both ends of their order,
+    that covers the median with :data:`CONFIDENCE`; None if no interval does.
 
-    By the sign test, which supposes nothing of how the values are distributed.
+    We use the sign test, because it assumes nothing about the distribution of the values.
     """
     n, ordered = len(values), sorted(values)
     if n < LEAST_PAIRS:
@@ -101,8 +111,8 @@ def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def is_better_if_less(measure: Measure) -> bool | None:
-    """Return whether a smaller value is better, by a measure's name or its row's ``unit``; None if
-    neither says."""
+    """Return whether a smaller value is better; None if neither the row's ``unit`` nor the name of
+    the measure tells."""
     unit = dict(measure.row).get("unit")
     if unit is not None:
         return _MORE_IS_BETTER_UNIT.search(unit) is None
@@ -111,35 +121,15 @@ def is_better_if_less(measure: Measure) -> bool | None:
     return True if _LESS_IS_BETTER.search(measure.name) else None
 
 
-def _compare(
-    measure: Measure, before: Sequence[float], after: Sequence[float], margin: float
-) -> Comparison:
-    ratios = [_ratio(old, new) for old, new in zip(before, after, strict=True)]
-    ratio, interval = median(ratios), median_interval(ratios)
-    low, high = interval or (None, None)
-    verdict = _verdict(measure, before, after, ratio, interval, margin)
-    return Comparison(
-        measure, median(before), median(after), len(before), ratio, low, high, verdict
-    )
-
-
-def _ratio(old: float, new: float) -> float:
-    """Ratio of a pair. The sign test asks only which of two ratios is larger."""
-    if old:
-        return new / old
-    return copysign(inf, new) if new else 1.0
-
-
-def _verdict(
+def _judge(
     measure: Measure,
-    before: Sequence[float],
-    after: Sequence[float],
+    pairs: Sequence[tuple[float, float]],
     ratio: float,
     interval: tuple[float, float] | None,
     margin: float,
 ) -> Verdict:
     less_is_better = is_better_if_less(measure)
-    if list(before) == list(after):
+    if all(old == new for old, new in pairs):
         return "equal"
     if less_is_better is None:
         return "changed"
@@ -153,26 +143,27 @@ def _verdict(
     return "same" if 1 - margin <= low and high <= 1 + margin else "unclear"
 
 
-def _measures(run: Run, constant: frozenset[tuple[int, str]]) -> dict[Measure, float]:
-    found: dict[Measure, float] = {}
+def _collect_measures(run: Run, constant: frozenset[tuple[int, str]]) -> dict[Measure, float]:
+    measures: dict[Measure, float] = {}
     seen: dict[tuple[tuple[str, Any], ...], int] = {}
     for place, row in enumerate(run):
-        names = {name for name, value in row.items() if _is_name(value, (place, name) in constant)}
+        names = {
+            name
+            for name, value in row.items()
+            if isinstance(value, (str, bool))
+            or (isinstance(value, int) and (place, name) in constant)
+        }
         key = tuple((name, value) for name, value in row.items() if name in names)
         occurrence = seen.get(key, 0)
         seen[key] = occurrence + 1
         for name, value in row.items():
             if name not in names and isinstance(value, (int, float)):
-                found[Measure(key, occurrence, name)] = float(value)
-    return found
-
-
-def _is_name(value: object, constant: bool) -> bool:
-    return isinstance(value, (str, bool)) or (isinstance(value, int) and constant)
+                measures[Measure(key, occurrence, name)] = float(value)
+    return measures
 
 
 def _constant_integers(runs: Sequence[Run]) -> frozenset[tuple[int, str]]:
-    """Places and names of integers that are the same in all runs."""
+    """Find the places and names of integers that are the same in all runs."""
     first, *others = runs
     return frozenset(
         (place, name)

@@ -1,7 +1,7 @@
-"""Servers that do less than a proxy can, for comparison: ``python -m pd.bench.proxy_floors KIND``.
+"""Minimal servers for comparison with the proxy: ``python -m pd.bench.proxy_floors KIND``.
 
-``fastapi`` answers a POST with JSON. ``uvicorn`` streams chunks through an ASGI application, one
-task a stream. ``transport`` writes the same chunks to bare transports, all streams in one pass.
+``fastapi`` answers a POST with JSON. ``uvicorn`` streams chunks from an ASGI application, one task
+per stream. ``transport`` writes the same chunks to bare transports, all streams in one pass.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _HEAD = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n"
     b"Connection: close\r\n\r\n"
 )
-# What routers ask a server for, under all of its paths.
+# Answer to the questions that routers ask, at all of their paths.
 ABOUT: dict[str, object] = {"status": "ok", "model_path": "floor", "served_model_name": "floor"}
 ABOUT |= {"object": "list", "data": [{"id": "floor", "object": "model"}]}
 _DONE = b"data: [DONE]\n\n"
 
 
-def event(token: int) -> bytes:
-    """A server-sent event of the size that a proxy sends for a token."""
+def make_event(token: int) -> bytes:
+    """Make a server-sent event as large as the proxy's event for a token."""
     choice = {
         "index": 0,
         "text": " word",
@@ -39,11 +39,11 @@ def event(token: int) -> bytes:
     return b"data: " + json.dumps(head | {"choices": [choice]}).encode() + b"\n\n"
 
 
-def _chunk(data: bytes) -> bytes:
+def _format_chunk(data: bytes) -> bytes:
     return f"{len(data):x}\r\n".encode() + data + b"\r\n"
 
 
-def _wanted(body: bytes) -> int:
+def _parse_max_tokens(body: bytes) -> int:
     return int(json.loads(body)["max_tokens"])
 
 
@@ -51,7 +51,7 @@ def _wanted(body: bytes) -> int:
 
 
 def fastapi_app() -> Any:
-    """Parses a body by a model, and answers with a dictionary."""
+    """Make an application that validates a body and answers with a dictionary."""
     from fastapi import FastAPI
     from pydantic import BaseModel
 
@@ -63,15 +63,15 @@ def fastapi_app() -> Any:
 
     app = FastAPI()
 
-    async def complete(asked: FloorRequest) -> dict[str, Any]:
+    async def complete(body: FloorRequest) -> dict[str, Any]:
         choice = {"index": 0, "text": " word", "finish_reason": "length"}
-        usage = {"prompt_tokens": len(asked.prompt), "completion_tokens": asked.max_tokens}
+        usage = {"prompt_tokens": len(body.prompt), "completion_tokens": body.max_tokens}
         return {"id": "cmpl-0", "model": "floor", "choices": [choice], "usage": usage}
 
     async def about() -> dict[str, object]:
         return ABOUT
 
-    complete.__annotations__["asked"] = FloorRequest
+    complete.__annotations__["body"] = FloorRequest
     for path in ("/health", "/model_info", "/server_info", "/v1/models"):
         app.get(path)(about)
     app.post("/v1/completions")(complete)
@@ -93,9 +93,9 @@ class StreamingApp:
             body, more = body + message["body"], message.get("more_body", False)
         headers = [(b"content-type", b"text/event-stream")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        for number in range(_wanted(body)):
+        for number in range(_parse_max_tokens(body)):
             await asyncio.sleep(self._step)
-            data = event(number)
+            data = make_event(number)
             await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": _DONE})
 
@@ -116,7 +116,7 @@ async def _serve_asgi(app: Any) -> None:
 
 
 class _BareStream(asyncio.Protocol):
-    """Reads one request whose body comes with its length."""
+    """Reads one request whose body has a known length."""
 
     def __init__(self, streams: set[_BareStream]) -> None:
         self._streams = streams
@@ -125,30 +125,27 @@ class _BareStream(asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transports have another base.
+        # uvloop's transports have another base class.
         self.transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
         self._data += data
         if data.startswith(b"GET "):
-            self._tell_about()
+            assert self.transport is not None
+            body = json.dumps(ABOUT).encode()
+            head = (
+                "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+                f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+            ).encode()
+            self.transport.write(head + body)
+            self.transport.close()
             return
         head, blank, body = self._data.partition(b"\r\n\r\n")
         length = head.lower().partition(b"content-length:")[2].split(b"\r\n")[0]
         if blank and len(body) >= int(length or 0) and self.transport is not None:
-            self.left = _wanted(body)
+            self.left = _parse_max_tokens(body)
             self.transport.write(_HEAD)
             self._streams.add(self)
-
-    def _tell_about(self) -> None:
-        assert self.transport is not None
-        body = json.dumps(ABOUT).encode()
-        head = (
-            "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-        )
-        self.transport.write(head.encode() + body)
-        self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._streams.discard(self)
@@ -159,7 +156,7 @@ async def _serve_transports(step_seconds: float) -> None:
     streams: set[_BareStream] = set()
     server = await loop.create_server(lambda: _BareStream(streams), "127.0.0.1", 0)
     _say_ready(server.sockets[0].getsockname()[1])
-    data, end = _chunk(event(7)), _chunk(_DONE) + b"0\r\n\r\n"
+    data, end = _format_chunk(make_event(7)), _format_chunk(_DONE) + b"0\r\n\r\n"
     while True:
         await asyncio.sleep(step_seconds)
         for stream in list(streams):

@@ -1,9 +1,9 @@
-"""Clients for ``pd-bench proxy``: ``python -m pd.bench.proxy_load``, a process that asks a server.
+"""Clients for ``pd-bench proxy``: ``python -m pd.bench.proxy_load``.
 
-Each line of standard input is a script in JSON, and is answered with lines of JSON on standard
-output: :class:`Streams` with :class:`Begun` and :class:`Ended`, :class:`Requests` with
-:class:`Answered`, :class:`LongTexts` with :class:`Texts`. Several such processes share a load that
-is too much for one.
+The process reads scripts, one JSON line each, from standard input, and answers with JSON lines on
+standard output: :class:`Streams` with :class:`Begun` and :class:`Ended`, :class:`Requests` with
+:class:`Answered`, :class:`LongTexts` with :class:`Texts`. Several such processes can share a
+load.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import asyncio
 import json
 import random
 import select
-import socket
 import sys
 import time
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from pd.bench.load.endpoints import NativeGenerate
 from pd.bench.serve_client import BenchCompletion, Server
-from pd.core.errors import NodeFailedError
-from pd.proxy.loop import run_loop
+from pd.proxy.workers.loop import run_loop
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pd.bench.serve_client import BenchRequest
 PROMPT = list(range(100, 116))
-# What answers and long texts consist of: prose, so that pieces of text are of the usual lengths.
+# Answers and long texts consist of prose, so pieces of text have realistic lengths.
 PROSE = "The proxy routes each request to a prefill node, which hands its keys and values over. "
 _WORDS = PROSE.split()
 Form = Literal["completions", "chat", "generate", "generate, whole"]
@@ -35,20 +35,20 @@ _POLL_SECONDS = 0.002
 
 
 class Script(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Base of what a process is asked to do."""
+    """Base of the scripts."""
 
     url: str
 
 
 class Streams(Script, frozen=True, tag=True):
-    """Streams that begin together.
+    """Simultaneous streams.
 
     Attributes:
         names: ids of the requests, one stream for each.
-        tokens: that each asks for.
+        tokens: length of each answer.
         fields: further fields of the requests.
-        form: where the requests go. Events of ``/generate`` hold only what is new, or all so far
-            (``generate, whole``).
+        form: endpoint of the requests. Events of ``/generate`` hold only new tokens, or all tokens
+            so far (``generate, whole``).
     """
 
     names: list[str]
@@ -58,11 +58,11 @@ class Streams(Script, frozen=True, tag=True):
 
 
 class Requests(Script, frozen=True, tag=True):
-    """Requests that are not streamed, each answered with one token.
+    """Requests without streaming, each answered with one token.
 
     Attributes:
-        count: of all requests.
-        connections: that are kept, with a request at a time on each.
+        count: number of requests.
+        connections: number of kept connections, each with one request at a time.
         fields: further fields of the requests.
     """
 
@@ -75,8 +75,8 @@ class LongTexts(Script, frozen=True, tag=True):
     """Long texts, each answered with one token, until the next line of standard input.
 
     Attributes:
-        characters: of a text. No two texts have a passage in common.
-        every: seconds from one to the next.
+        characters: length of a text. No two texts share a passage.
+        every: seconds from one text to the next.
     """
 
     characters: int
@@ -87,8 +87,8 @@ class Begun(msgspec.Struct, frozen=True):
     """All streams of a process have had an event, or have ended.
 
     Attributes:
-        at: when, by ``time.perf_counter``, which all processes share.
-        events: that came so far.
+        at: time of ``time.perf_counter``, which all processes share.
+        events: number of events so far.
     """
 
     at: float
@@ -99,7 +99,7 @@ class Ended(msgspec.Struct, frozen=True):
     """The streams' answers, in the order of their names.
 
     Attributes:
-        at: when the last of them ended, by ``time.perf_counter``.
+        at: time of ``time.perf_counter`` at which the last stream ended.
         cpu_share: processor time of this process by elapsed time, since all streams had begun.
     """
 
@@ -112,7 +112,7 @@ class Answered(msgspec.Struct, frozen=True):
     """All requests have been answered.
 
     Attributes:
-        began: when they began, by ``time.perf_counter``; ``ended``: when the last was answered.
+        began: time of ``time.perf_counter`` at the start; ``ended``: at the last answer.
         cpu_share: processor time of this process by elapsed time.
     """
 
@@ -122,7 +122,7 @@ class Answered(msgspec.Struct, frozen=True):
 
 
 class Texts(msgspec.Struct, frozen=True):
-    """When each long text was sent and when it was answered, by ``time.perf_counter``."""
+    """When each long text was sent and answered, by ``time.perf_counter``."""
 
     spans: list[tuple[float, float]]
 
@@ -131,41 +131,42 @@ Answer = Begun | Ended | Answered | Texts
 
 
 def random_prose(seed: int, characters: int) -> str:
-    """Words of prose in random order, so that no two texts have a passage in common."""
+    """Write words of prose in random order, so no two texts share a passage."""
     rng = random.Random(seed)
     # No word is shorter than one letter and a space.
     return " ".join(rng.choices(_WORDS, k=characters // 2))[:characters]
 
 
-async def run_streams(script: Streams, tell: Callable[[Answer], None]) -> None:
-    """Ask for streams, and tell when all have begun and when all have ended."""
+async def run_streams(script: Streams, report: Callable[[Answer], None]) -> None:
+    """Ask for streams, and report when all have begun and when all have ended."""
     server = Server(script.url, None)
-    requests = [_stream_request(server, script, name) for name in script.names]
-    receptions = await asyncio.gather(*(server.start(request) for request in requests))
+    requests = [_make_request(server, script, name) for name in script.names]
+    receptions = await asyncio.gather(*(server.start_request(request) for request in requests))
     while not all(reception.events or reception.ended.done() for reception in receptions):
         await asyncio.sleep(_POLL_SECONDS)
     began, cpu = time.perf_counter(), time.process_time()
-    tell(Begun(began, sum(reception.events for reception in receptions)))
+    report(Begun(began, sum(reception.events for reception in receptions)))
     await asyncio.gather(*(reception.ended for reception in receptions))
     ended = time.perf_counter()
     share = (time.process_time() - cpu) / (ended - began)
-    tell(Ended(ended, [reception.completion() for reception in receptions], share))
+    report(Ended(ended, [reception.completion() for reception in receptions], share))
 
 
-def _stream_request(server: Server, script: Streams, name: str) -> bytes:
+def _make_request(server: Server, script: Streams, name: str) -> BenchRequest:
     more = script.fields | {"rid": name}
     if script.form == "completions":
-        return server.request(PROMPT, script.tokens, more=more)
+        return server.make_request(PROMPT, script.tokens, more=more)
     if script.form == "chat":
-        return server.chat_request(PROSE, script.tokens, more=more)
+        return server.make_chat_request(PROSE, script.tokens, more=more)
     sampling = {"max_new_tokens": script.tokens, "temperature": 0, "ignore_eos": True}
     incremental = script.form == "generate"
     fields = {"input_ids": PROMPT, "stream": True, "incremental": incremental, "rid": name}
-    return server.post("/generate", fields | {"sampling_params": sampling | script.fields})
+    fields["sampling_params"] = sampling | script.fields
+    return server.make_post(NativeGenerate(), fields)
 
 
 async def run_requests(script: Requests) -> Answered:
-    """Ask for one token after a short prompt, again and again."""
+    """Ask for one token after a short prompt, repeatedly."""
     began, cpu = time.perf_counter(), time.process_time()
     await ask_all(script.url, script.count, script.connections, script.fields)
     ended = time.perf_counter()
@@ -173,82 +174,43 @@ async def run_requests(script: Requests) -> Answered:
 
 
 async def ask_all(url: str, count: int, connections: int, more: dict[str, Any]) -> None:
-    """Ask ``count`` times over connections that are kept. Raises NodeFailedError unless each answer
-    has status 200."""
-    host, _, port = url.removeprefix("http://").partition(":")
-    body = json.dumps({"prompt": PROMPT, "max_tokens": 1, "temperature": 0} | more).encode()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    )
-    left = iter(range(count))
-
-    async def ask() -> None:
-        reader, writer = await asyncio.open_connection(host, int(port))
-        for _ in left:
-            writer.write(head.encode() + body)
-            answer = await reader.readuntil(b"\r\n\r\n")
-            if not answer.startswith(b"HTTP/1.1 200"):
-                raise NodeFailedError(f"{url} answered {answer[:40]!r}")
-            length = answer.lower().partition(b"content-length:")[2].split(b"\r\n")[0]
-            await reader.readexactly(int(length))
-        writer.close()
-
-    await asyncio.gather(*(ask() for _ in range(connections)))
+    """Ask ``count`` times over kept connections. Raises NodeFailedError unless each status is
+    200."""
+    fields = {"prompt": PROMPT, "max_tokens": 1, "temperature": 0} | more
+    await Server(url, None).post_repeatedly(fields, count, connections)
 
 
-def send_long_texts(script: LongTexts, tell: Callable[[Answer], None]) -> None:
-    """Ask for one token after a long text, again and again."""
+def send_long_texts(script: LongTexts, report: Callable[[Answer], None]) -> None:
+    """Ask for one token after a long text, repeatedly."""
     server = Server(script.url, None)
-    found: list[tuple[float, float]] = []
+    spans: list[tuple[float, float]] = []
     wait = 0.0
-    while not found or not select.select([sys.stdin], [], [], wait)[0]:
-        prose = random_prose(len(found), script.characters)
+    while not spans or not select.select([sys.stdin], [], [], wait)[0]:
+        fields = {"prompt": random_prose(len(spans), script.characters), "max_tokens": 1}
         began = time.perf_counter()
-        _ask(server, {"prompt": prose, "max_tokens": 1})
+        run_loop(server.post_once(fields))
         ended = time.perf_counter()
-        found.append((began, ended))
+        spans.append((began, ended))
         wait = max(0.0, began + script.every - ended)
     sys.stdin.readline()
-    tell(Texts(found))
+    report(Texts(spans))
 
 
-def _ask(server: Server, fields: dict[str, Any]) -> None:
-    """Raises NodeFailedError unless the answer has status 200."""
-    body = json.dumps(fields).encode()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: {server.host}:{server.port}\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-        "Connection: close\r\n\r\n"
-    )
-    with socket.create_connection((server.host, server.port)) as connection:
-        connection.sendall(head.encode() + body)
-        answer = b""
-        while data := connection.recv(1 << 16):
-            answer += data
-    if not answer.startswith(b"HTTP/1.1 200"):
-        raise NodeFailedError(f"a long text was answered with {answer[:40]!r}")
-
-
-def _tell(answer: Answer) -> None:
+def _write_answer(answer: Answer) -> None:
     print(msgspec.json.encode(answer).decode(), flush=True)
 
 
 def main() -> None:
-    """Do what each line of standard input says, until it ends."""
-    _tell_ready()
+    """Run the script of each line of standard input, until it ends."""
+    print(json.dumps({"event": "ready", "url": ""}), flush=True)
     while line := sys.stdin.readline():
         script = msgspec.json.decode(line, type=Streams | Requests | LongTexts)
         if isinstance(script, Streams):
-            run_loop(run_streams(script, _tell))
+            run_loop(run_streams(script, _write_answer))
         elif isinstance(script, Requests):
-            _tell(run_loop(run_requests(script)))
+            _write_answer(run_loop(run_requests(script)))
         else:
-            send_long_texts(script, _tell)
-
-
-def _tell_ready() -> None:
-    print(json.dumps({"event": "ready", "url": ""}), flush=True)
+            send_long_texts(script, _write_answer)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ _START_SECONDS = 60.0
 
 
 class Running:
-    """A process that listens, with its children."""
+    """A listening process and its children."""
 
     def __init__(self, process: subprocess.Popen[str], url: str) -> None:
         self.process = process
@@ -37,56 +37,56 @@ class Running:
 
     @property
     def cpu_seconds(self) -> float:
-        """Processor time of all threads that live, those of children included."""
+        """Processor time of all its live threads and of its children's."""
         return cpu_seconds(self.process.pid)
 
-    def tell(self, message: msgspec.Struct | None) -> None:
-        """Write a line of JSON to the process, or an empty one."""
+    def write_message(self, message: msgspec.Struct | None) -> None:
+        """Write a line of JSON to the process, or an empty line."""
         assert self.process.stdin is not None
         line = "" if message is None else msgspec.json.encode(message).decode()
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
 
-    def hear(self, type: type[T]) -> T:
-        """The next line of the process, in JSON. Raises SetupError if it has ended."""
+    def read_message(self, type: type[T]) -> T:
+        """Read the next line of JSON. Raises SetupError if the process has ended."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
             raise SetupError(f"process {self.process.pid} of the benchmark has ended")
         return msgspec.json.decode(line, type=type)
 
-    def ask(self) -> dict[str, list[float]]:
-        """Return when a scripted node sent tokens since it was asked last: times by request."""
-        self.tell(None)
-        return self.hear(dict[str, list[float]])
+    def read_sent_times(self) -> dict[str, list[float]]:
+        """Ask a scripted node when it sent tokens since the last call; times by request."""
+        self.write_message(None)
+        return self.read_message(dict[str, list[float]])
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time of all threads of a process and of its children that live."""
+    """Sum the processor time of all live threads of a process and its children."""
     total = 0
-    for each in [pid, *children(pid)]:
+    for each in [pid, *list_children(pid)]:
         for thread in Path(f"/proc/{each}/task").iterdir():
             total += int((thread / "schedstat").read_text().split()[0])
     return total * 1e-9
 
 
-def children(pid: int) -> list[int]:
-    """Processes that a process has started and that have not ended."""
-    found = []
+def list_children(pid: int) -> list[int]:
+    """List the live children of a process."""
+    children = []
     for entry in Path("/proc").iterdir():
-        # A process may end meanwhile.
+        # A process may end while we look at it.
         with suppress(OSError):
             if entry.name.isdigit():
-                # The name of the program, in parentheses, may hold anything.
+                # The program's name, in parentheses, may contain anything.
                 fields = (entry / "stat").read_text().rpartition(")")[2].split()
                 if int(fields[1]) == pid:
-                    found.append(int(entry.name))
-    return found
+                    children.append(int(entry.name))
+    return children
 
 
 @contextmanager
-def started(module: str, *arguments: str, first_line: str = "") -> Iterator[Running]:
-    """A Python process, killed at the end."""
+def start_process(module: str, *arguments: str, first_line: str = "") -> Iterator[Running]:
+    """Start a Python process, and kill it at the end."""
     process = subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         stdin=subprocess.PIPE,
@@ -111,9 +111,9 @@ def started(module: str, *arguments: str, first_line: str = "") -> Iterator[Runn
 
 
 @contextmanager
-def router_in_front(program: str, worker: Running) -> Iterator[Running]:
-    """A router before a server: a program with the flags of SGLang's router. Raises SetupError if
-    it does not serve."""
+def start_router(program: str, worker: Running) -> Iterator[Running]:
+    """Start a router in front of a server: a program with the flags of SGLang's router. Raises
+    SetupError if it does not serve."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     command = [program, "launch", "--worker-urls", worker.url, "--host", "127.0.0.1"]
@@ -124,7 +124,7 @@ def router_in_front(program: str, worker: Running) -> Iterator[Running]:
     try:
         running = Running(process, f"http://127.0.0.1:{port}")
         _wait_until_ready(f"{running.url}/readiness", program)
-        # It may be ready before it has met the server.
+        # It may be ready before it has found the server.
         _wait_until_ready(f"{running.url}/workers", program, worker.url)
         yield running
     finally:
@@ -133,8 +133,8 @@ def router_in_front(program: str, worker: Running) -> Iterator[Running]:
 
 
 def _wait_until_ready(url: str, name: str, part: str = "") -> None:
-    """Wait for an answer of status 200 that has ``part`` in it. Raises SetupError if none comes in
-    time."""
+    """Wait for an answer with status 200 and ``part`` in its text. Raises SetupError if it takes
+    too long."""
     deadline = time.monotonic() + _START_SECONDS
     while True:
         with suppress(httpx.TransportError):
@@ -147,14 +147,14 @@ def _wait_until_ready(url: str, name: str, part: str = "") -> None:
 
 
 @contextmanager
-def proxy_in_front(
+def start_proxy(
     step: float, *, workers: int = 1, nodes: int = 1
 ) -> Iterator[tuple[Running, list[Running]]]:
-    """A proxy that is ready, and its scripted nodes.
+    """Start a proxy and its scripted nodes, and yield them when they are ready.
 
     Args:
         step: seconds between two tokens of a request.
-        workers: processes of the proxy.
+        workers: number of processes of the proxy.
     """
     from tokenizers import Tokenizer
 
@@ -171,12 +171,12 @@ def proxy_in_front(
     with ExitStack() as stack:
         line = msgspec.json.encode(script).decode()
         running = [
-            stack.enter_context(started("pd.bench.proxy_nodes", first_line=line))
+            stack.enter_context(start_process("pd.bench.proxy_nodes", first_line=line))
             for _ in range(nodes)
         ]
         flags = ["proxy", "--port", "0", "--log-level", "error", "--workers", str(workers)]
         for node in running:
             flags += ["--unified", node.url]
-        proxy = stack.enter_context(started("pd.cli", *flags))
+        proxy = stack.enter_context(start_process("pd.cli", *flags))
         _wait_until_ready(f"{proxy.url}/readiness", "the proxy")
         yield proxy, running

@@ -1,4 +1,4 @@
-"""Result files: where a measurement came from, beside what it found."""
+"""Result files: measurements and where they came from."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import platform
+import re
+import shlex
 import subprocess
 from datetime import UTC, datetime
 from importlib import metadata
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping, Sequence
 
-# One line of a report. Values are of JSON.
+# One line of a report. Values are JSON.
 Row = dict[str, object]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +36,7 @@ def add_output(parser: argparse._ActionsContainer) -> None:
 
 
 def check_output(path: Path | None, flag: str = "--output") -> None:
-    """Raise UsageError, before anything is measured, for a file that could not be written."""
+    """Raise UsageError for an unwritable file, before we measure anything."""
     if path is not None and not path.absolute().parent.is_dir():
         raise UsageError(f"{flag} {path}: there is no directory {path.absolute().parent}")
     if path is not None and path.is_dir():
@@ -54,15 +56,15 @@ def write_report(
     """Write one result file.
 
     Args:
-        command: what a reader types to measure again.
+        command: command to repeat the measurement.
         results: the rows.
-        measured: paths below the repository whose uncommitted changes make the commit "-dirty".
-        machine: facts beyond those of :func:`describe_machine`.
-        settings: what the command does not say.
-        note: for readers, such as what else ran on the machine.
+        measured: paths in the repository; uncommitted changes there mark the commit "-dirty".
+        machine: facts in addition to :func:`describe_machine`.
+        settings: settings in addition to the command.
+        note: remark for readers, such as other work on the machine.
     """
     report: dict[str, object] = {
-        "command": command,
+        "command": without_absolute_paths(command),
         "commit": describe_commit(measured),
         "machine": describe_machine() | dict(machine or {}),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -75,21 +77,49 @@ def write_report(
     path.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def describe_commit(measured: Sequence[str]) -> str:
-    """The commit of this code, marked if the measured files differ from it; else "unknown".
+# An absolute path, but no part of a URL, and no endpoint such as /generate.
+_ABSOLUTE_PATH = re.compile(r"(?<![\w:./-])/(?:[\w.@+-]+/)+[\w.@+-]+")
 
-    A copy whose history is not its own says what it is in the environment: ``PD_COMMIT``.
+
+def without_absolute_paths(command: str) -> str:
+    """Make the paths of a command relative, because those of the machine that measured help nobody.
+
+    Paths below the working directory become relative to it, others their last component.
+    """
+
+    def shorten(found: re.Match[str]) -> str:
+        path = Path(found[0])
+        return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path.name)
+
+    return _ABSOLUTE_PATH.sub(shorten, command)
+
+
+def format_command(words: Sequence[str]) -> str:
+    """Format a command line of ``pd-bench`` without the API key."""
+    shown = ["pd-bench", *words]
+    for number, word in enumerate(shown):
+        if word.startswith("--api-key="):
+            shown[number] = "--api-key=KEY"
+        elif word == "--api-key" and number + 1 < len(shown):
+            shown[number + 1] = "KEY"
+    return shlex.join(shown)
+
+
+def describe_commit(measured: Sequence[str]) -> str:
+    """Return the commit of this code, marked if the measured files differ from it; else "unknown".
+
+    A copy without our history names its commit in the environment variable ``PD_COMMIT``.
     """
     if "PD_COMMIT" in os.environ:
         return os.environ["PD_COMMIT"]
-    head = _git("rev-parse", "HEAD")
+    head = _run_git("rev-parse", "HEAD")
     if not head:
         return "unknown"
-    changed = _git("status", "--porcelain", "--", *measured)
+    changed = _run_git("status", "--porcelain", "--", *measured)
     return f"{head}{'-dirty' if changed else ''}"
 
 
-def _git(*words: str) -> str:
+def _run_git(*words: str) -> str:
     try:
         done = subprocess.run(
             ["git", *words], cwd=ROOT, capture_output=True, text=True, check=False
@@ -100,8 +130,8 @@ def _git(*words: str) -> str:
 
 
 def describe_machine() -> dict[str, object]:
-    """Processor, cores and versions; where there are GPUs also theirs (torch's version ends in
-    CUDA's)."""
+    """Describe the processor, the cores and the versions; with GPUs also the GPUs and their
+    libraries (torch's version ends in CUDA's)."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -1,24 +1,37 @@
-"""Streamed completions over plain sockets: bytes are noted with their time and read afterwards.
+"""Requests and streamed answers of `pd-bench serve` and `pd-bench proxy`.
 
-Events may be those of ``/v1/completions``, of ``/v1/chat/completions``, or of ``/generate``, whose
-texts may hold those before.
+They use the connections and the parser of the load generator (:mod:`pd.bench.load`). Each piece of
+an answer gets its time when it arrives. We parse the pieces after the measurement, because parsing
+would delay it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
+import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pd.bench.load import reception as load
+from pd.bench.load.answers import UNFINISHED, read_answer
 from pd.bench.load.client import fetch_from_here
-from pd.bench.load.stream import parse_events, parse_http
-from pd.bench.load.target import split_url, tls_context
-from pd.core.errors import SetupError, UsageError
+from pd.bench.load.endpoints import Chat, Completions
+from pd.bench.load.probe import ServerProbe
+from pd.bench.load.reception import Reception
+from pd.bench.load.stream import parse_http
+from pd.bench.load.target import EndpointAddress, split_url
+from pd.core.addresses import format_host
+from pd.core.errors import NodeFailedError, SetupError, UsageError
 
-_ENDPOINT = "/v1/completions"
-_CHAT_ENDPOINT = "/v1/chat/completions"
+if TYPE_CHECKING:
+    from pd.bench.load.endpoints import Endpoint
+
+
+class BenchRequest(NamedTuple):
+    """A request as it goes over the wire, and its API."""
+
+    content: bytes
+    endpoint: Endpoint
 
 
 @dataclass
@@ -26,10 +39,10 @@ class BenchCompletion:
     """One streamed answer; times are of ``time.perf_counter``.
 
     Attributes:
-        sent: when the request was written, to a connection that was there.
-        times: when the last byte of each event that holds tokens had come.
-        counts: tokens in each of these events; 1 where the server does not tell.
-        characters: of the text of each of these events.
+        sent: when we wrote the request to an open connection.
+        times: when the last byte of each event with tokens had arrived.
+        counts: tokens in each of these events; 1 if the server does not say.
+        characters: length of the text in each of these events.
         error: the server's error, or why the stream broke off; None if all is well.
     """
 
@@ -43,148 +56,127 @@ class BenchCompletion:
     def num_tokens(self) -> int:
         return sum(self.counts)
 
-    def add(self, at: float, count: int, text: str) -> None:
-        """Note an event that holds tokens."""
-        self.times.append(at)
-        self.counts.append(count)
-        self.characters.append(len(text))
 
+class CompletionReception(Reception):
+    """One connection with one request to an endpoint."""
 
-class CompletionReception(load.Reception):
-    """One connection with one request."""
+    def __init__(self, endpoint: Endpoint) -> None:
+        super().__init__()
+        self._endpoint = endpoint
 
     def completion(self) -> BenchCompletion:
-        """Parse what was received."""
-        found = BenchCompletion(self.sent)
-        answer = parse_http(self._pieces)
-        if answer.status == 0 and self.cut_reason is not None:
-            return found
-        if answer.status != 200:
-            text = f"{answer.content.decode(errors='replace').strip():.300}"
-            found.error = f"HTTP status {answer.status}: {text}" if answer.status else "no answer"
-            return found
-        done = False
-        for at, data in parse_events(answer.body):
-            if data == b"[DONE]":
-                done = True
-                continue
-            event: dict[str, Any] = json.loads(data)
-            if "error" in event:
-                found.error = str(event["error"])
-                return found
-            if "meta_info" in event:
-                count = event["meta_info"]["completion_tokens"] - found.num_tokens
-                if count:
-                    found.add(at, count, event["text"])
-                continue
-            for choice in event["choices"]:
-                ids = choice.get("token_ids")
-                text = choice["delta"].get("content") if "delta" in choice else choice["text"]
-                count = int(bool(text)) if ids is None else len(ids)
-                if count:
-                    found.add(at, count, text or "")
-        if not (done or self.cut_reason is not None):
-            found.error = "the connection ended in the middle of the stream"
-        return found
+        """Parse the received pieces. An answer ended by :meth:`cut` has no error."""
+        answer = read_answer(self.pieces, self._endpoint)
+        error = answer.error
+        if self.cut_reason is not None and (
+            answer.error_kind in UNFINISHED or not answer.http_status
+        ):
+            error = None
+        elif error is None and answer.counts is None:
+            error = "the server's events do not say how many tokens they have"
+        return BenchCompletion(
+            self.sent, answer.times, answer.counts or [], answer.characters, error
+        )
 
 
 class Server:
-    """The measured server, asked with a bearer token if there is an ``api_key``.
+    """The measured server; requests carry ``api_key`` as a bearer token.
 
-    Raises UsageError for an address that is none.
+    Raises UsageError for an invalid address.
     """
 
     def __init__(self, url: str, model: str | None, api_key: str | None = None) -> None:
         parts = split_url(url)
-        if parts is None or parts.hostname is None or parts.port is None:
+        if parts is None or parts.port is None:
             raise UsageError(f"--url is http://HOST:PORT or https://HOST:PORT, not {url}")
-        self.host, self.port = parts.hostname, parts.port
-        self._scheme = parts.scheme
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        self._address = f"{host}:{self.port}"
+        self._target = EndpointAddress.parse(url, "", api_key)
+        self._address = f"{format_host(self._target.host)}:{self._target.port}"
         self._model = model
-        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
     def context_length(self) -> int | None:
-        """Tokens of a prompt and its answer at most; None if the server does not say. Raises
-        SetupError if no server answers."""
-        url = f"{self._scheme}://{self._address}/v1/models"
-        _, text = fetch_from_here(url, headers=self._headers, timeout=10)
-        try:
-            models = json.loads(text)["data"]
-            served = [model for model in models if self._model in (None, model["id"])]
-            return int(served[0]["max_model_len"])
-        except (ValueError, KeyError, TypeError, IndexError):
-            return None
+        """Return the most tokens of a prompt and its answer; None if the server does not say.
 
-    def request(
+        Raises SetupError if no server answers.
+        """
+        return ServerProbe(self._target, "", fetch_from_here).find_model(self._model)[1]
+
+    def make_request(
         self,
         prompt: list[int],
         max_tokens: int,
         *,
         ignore_eos: bool = True,
         more: dict[str, Any] | None = None,
-    ) -> bytes:
-        """A greedy completion of token ids, as it goes over the wire.
+    ) -> BenchRequest:
+        """Make a greedy completion of token ids. ``more``: further fields of the request."""
+        fields = {"prompt": prompt, "ignore_eos": ignore_eos, "return_token_ids": True}
+        return self._make_openai_request(Completions(), max_tokens, fields | (more or {}))
 
-        ``more``: further fields of the request.
-        """
-        fields: dict[str, Any] = {
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "ignore_eos": ignore_eos,
-            "stream": True,
-            "return_token_ids": True,
-        }
-        if self._model is not None:
-            fields["model"] = self._model
-        return self.post(_ENDPOINT, fields | (more or {}))
-
-    def chat_request(
+    def make_chat_request(
         self, content: str, max_tokens: int, *, more: dict[str, Any] | None = None
-    ) -> bytes:
-        """A greedy chat of one message, as it goes over the wire.
+    ) -> BenchRequest:
+        """Make a greedy chat with one message. ``more``: further fields of the request."""
+        messages = [{"role": "user", "content": content}]
+        fields = {"messages": messages, "ignore_eos": True}
+        return self._make_openai_request(Chat(), max_tokens, fields | (more or {}))
 
-        ``more``: further fields of the request.
-        """
-        fields: dict[str, Any] = {
-            "messages": [{"role": "user", "content": content}],
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-        }
-        if self._model is not None:
-            fields["model"] = self._model
-        return self.post(_CHAT_ENDPOINT, fields | (more or {}))
+    def _make_openai_request(
+        self, endpoint: Endpoint, max_tokens: int, fields: dict[str, Any]
+    ) -> BenchRequest:
+        common = {"max_tokens": max_tokens, "temperature": 0, "stream": True}
+        model = {} if self._model is None else {"model": self._model}
+        return self.make_post(endpoint, common | model | fields)
 
-    def post(self, endpoint: str, fields: dict[str, Any]) -> bytes:
-        """A request whose answer ends the connection, as it goes over the wire."""
-        body = json.dumps(fields, separators=(",", ":")).encode()
-        head = (
-            f"POST {endpoint} HTTP/1.1\r\nHost: {self._address}\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-            "Connection: close\r\n"
-        )
-        more_head = "".join(f"{name}: {value}\r\n" for name, value in self._headers.items())
-        return f"{head}{more_head}\r\n".encode() + body
+    def make_post(
+        self, endpoint: Endpoint, fields: dict[str, Any], *, keep_alive: bool = False
+    ) -> BenchRequest:
+        """Make a request. Without ``keep_alive`` its answer ends the connection."""
+        target = dataclasses.replace(self._target, path=self._target.path + endpoint.path)
+        return BenchRequest(target.make_request(fields, keep_alive=keep_alive), endpoint)
 
-    async def start(self, request: bytes) -> CompletionReception:
-        """Connect, then send. Raises SetupError if no server answers."""
-        loop = asyncio.get_running_loop()
-        tls = tls_context() if self._scheme == "https" else None
+    async def start_request(self, request: BenchRequest) -> CompletionReception:
+        """Connect and send a request. Raises SetupError if no server answers."""
+        make = partial(CompletionReception, request.endpoint)
         try:
-            _, reception = await loop.create_connection(
-                CompletionReception, self.host, self.port, ssl=tls
-            )
+            reception = await self._target.connect_unstamped(make)
         except OSError as error:
             raise SetupError(f"cannot reach {self._address}: {error}") from error
-        reception.send(request)
+        reception.send_request(request.content)
         return reception
 
-    async def ask(self, request: bytes) -> BenchCompletion:
-        """Send and wait for the end. Raises SetupError if no server answers."""
-        reception = await self.start(request)
+    async def send_request(self, request: BenchRequest) -> BenchCompletion:
+        """Send a request and wait for its end. Raises SetupError if no server answers."""
+        reception = await self.start_request(request)
         await reception.ended
         return reception.completion()
+
+    async def post_once(self, fields: dict[str, Any]) -> None:
+        """Ask for a completion without streaming. Raises NodeFailedError unless the status is
+        200."""
+        reception = await self.start_request(self.make_post(Completions(), fields))
+        await reception.ended
+        answer = parse_http(reception.pieces)
+        if answer.status != 200:
+            raise NodeFailedError(f"{self._address} answered with status {answer.status}")
+
+    async def post_repeatedly(self, fields: dict[str, Any], count: int, connections: int) -> None:
+        """Ask ``count`` times for a completion without streaming.
+
+        We keep the connections, because opening one costs more than a short request. Raises
+        NodeFailedError unless each status is 200.
+        """
+        content = self.make_post(Completions(), fields, keep_alive=True).content
+        left = iter(range(count))
+
+        async def post() -> None:
+            reader, writer = await asyncio.open_connection(self._target.host, self._target.port)
+            for _ in left:
+                writer.write(content)
+                head = await reader.readuntil(b"\r\n\r\n")
+                if not head.startswith(b"HTTP/1.1 200"):
+                    raise NodeFailedError(f"{self._address} answered {head[:40]!r}")
+                length = head.lower().partition(b"content-length:")[2].split(b"\r\n")[0]
+                await reader.readexactly(int(length))
+            writer.close()
+
+        await asyncio.gather(*(post() for _ in range(connections)))

@@ -1,7 +1,7 @@
-"""Models that programs here know by name: ``config.json`` comes with pd, weights are dummies.
+"""Models that our programs know by name: pd has their ``config.json``, and weights are dummies.
 
-``mixtral-8x1b`` is no published model: TinyLlama's shape with Mixtral's experts, small enough to be
-measured beside the 8B ones.
+``mixtral-8x1b`` is not a published model. It has TinyLlama's shape with Mixtral's experts, so it is
+small enough to measure next to the 8B models.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from pd.embedded import EMBEDDED_MODEL
 _SHAPES = Path(__file__).resolve().parents[1] / "assets" / "shapes"
 SHAPES = ("llama-3.1-8b", "llama-3.1-70b", "llama-3.2-1b", "qwen3-8b", "mixtral-8x1b")
 NAMES = (*SHAPES, "embedded")
-# EAGLE heads, each for the model whose name its own starts with.
+# EAGLE heads. The name of each starts with the name of its model.
 EAGLE_SHAPES = ("llama-3.1-8b-eagle3",)
 
 
 def model_directory(name: str) -> Path:
-    """Directory of a named model; any other name is a path."""
+    """Return the directory of a named model; any other name is a path."""
     if name == "embedded":
         return EMBEDDED_MODEL
     return _SHAPES / name if name in (*SHAPES, *EAGLE_SHAPES) else Path(name).expanduser()

@@ -1,14 +1,14 @@
 """`pd-bench sweep`: the highest rate at which a deployment keeps its objectives.
 
-At each rate a load as of `pd-bench serve --dataset-name` runs `--repeats` times, each with
-another seed; the rate passes if in the median `--share` of the requests meet every objective of
-`--goodput`. Requests that fail do not meet them. Rates double from `--min-rate` until one fails,
-and the interval is bisected down to `--resolution`.
+At each rate, a load of `pd-bench serve --dataset-name` runs `--repeats` times with different seeds.
+The rate passes if in the median at least `--share` of the requests meet every objective of
+`--goodput`; failed requests meet none. Rates double from `--min-rate` until one fails, then we
+bisect the interval down to `--resolution`.
 
-`--deployment` names servers that run; `--cluster` starts those of a file, all layouts at once, and
-all files at once unless they need the same GPUs.
+`--deployment` names running servers. `--cluster` starts those of a file, all layouts at once. It
+also starts all files at once, unless they need the same GPUs.
 
-A run that the client limited proves nothing: it ends the search with exit status 3.
+A run limited by the client proves nothing, so it ends the search with exit status 3.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pd.bench.load.flags import add_load_arguments
-from pd.bench.report import Row, add_output, check_output, write_report
+from pd.bench.report import Row, add_output, check_output, format_command, write_report
 from pd.core.errors import PDError, UsageError
+from pd.util.printable import escape_text
 
 if TYPE_CHECKING:
     import argparse
@@ -38,12 +39,12 @@ examples:
       --max-rate 50 --output sweep.json --output-dir out
 """
 _VOID = 3
-# Fewer requests than this say little about a share such as nine in ten.
+# Fewer requests say little about a share such as nine in ten.
 _LEAST_REQUESTS = 20
 
 
 class _ClientLimitedError(PDError):
-    """The client could not send what was asked of it."""
+    """The client could not keep up with the schedule."""
 
     exit_status = _VOID
 
@@ -51,10 +52,10 @@ class _ClientLimitedError(PDError):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     add = parser.add_argument
-    add("--deployment", action="append", metavar="NAME=URL", help="one that runs; may be repeated")
-    add("--share", type=float, default=0.9, metavar="S", help="of requests that must be good")
+    add("--deployment", action="append", metavar="NAME=URL", help="running server; may be repeated")
+    add("--share", type=float, default=0.9, metavar="S", help="share of requests to be good")
     add("--min-rate", type=float, default=1.0, metavar="R", help="first rate, requests/s")
-    add("--max-rate", type=float, default=64.0, metavar="R", help="no higher one is tried")
+    add("--max-rate", type=float, default=64.0, metavar="R", help="highest rate to try")
     add("--repeats", type=int, default=3, metavar="N", help="runs at each rate; the median decides")
     add("--resolution", type=float, default=0.1, metavar="F", help="end at this relative interval")
     add(
@@ -71,16 +72,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Search for each deployment, print and write.
-
-    ``args`` has also the whole ``command_line``.
-    """
+    """Search for each deployment, print and write. ``args`` also has the whole ``command_line``."""
     from pd.bench.deployments import measure_layouts
     from pd.bench.load.search import SearchSettings
 
     search = SearchSettings(args.min_rate, args.max_rate, args.share, args.repeats, args.resolution)
-    running = _running(args)
-    _check(args)
+    layouts = _parse_deployments(args)
+    _check_flags(args)
     rows: list[Row] = []
     status = 0
 
@@ -88,42 +86,39 @@ def run(args: argparse.Namespace) -> int:
         _Sweep(args, search, layout, rows).run()
 
     try:
-        for layout in running:
+        for layout in layouts:
             sweep(layout)
         if args.cluster:
-            measure_layouts(args, sweep, taken={each.name for each in running})
+            measure_layouts(args, sweep, taken={each.name for each in layouts})
     except _ClientLimitedError as error:
-        print(f"RESULT VOID, the client was the bottleneck: {error.message}")
+        print(f"RESULT VOID, the client was the bottleneck: {escape_text(error.message)}")
         status = error.exit_status
     finally:
         if args.output is not None:
-            from pd.bench.load.results import shown_command
-
-            command = shown_command(args.command_line)
+            command = format_command(args.command_line)
             settings = dataclasses.asdict(search)
             write_report(args.output, command, rows, measured=["pd"], settings=settings)
     return status
 
 
-def _running(args: argparse.Namespace) -> list[ServedLayout]:
+def _parse_deployments(args: argparse.Namespace) -> list[ServedLayout]:
     """Parse ``--deployment``. Raises UsageError."""
     from pd.bench.deployments import ServedLayout
-    from pd.bench.load.command import client_of
+    from pd.bench.load.command import make_local_client
 
-    found: dict[str, ServedLayout] = {}
-    hosts = tuple(args.load_host or ())
+    layouts: dict[str, ServedLayout] = {}
     for text in args.deployment or ():
         name, equals, url = text.partition("=")
-        if not equals or not name or not url or name in found or "/" in name:
+        if not equals or not name or not url or name in layouts or "/" in name:
             raise UsageError(f"--deployment is NAME=URL with a name of its own, not {text}")
-        found[name] = ServedLayout(name, url, hosts, client_of(args))
-    if not found and not args.cluster:
+        layouts[name] = ServedLayout(name, url, (), make_local_client(args))
+    if not layouts and not args.cluster:
         raise UsageError("--deployment NAME=URL or --cluster FILE is missing: give one or more")
-    return list(found.values())
+    return list(layouts.values())
 
 
-def _check(args: argparse.Namespace) -> None:
-    """Raise UsageError for what cannot be swept."""
+def _check_flags(args: argparse.Namespace) -> None:
+    """Raise UsageError for impossible sweeps."""
     if not args.goodput:
         raise UsageError(
             "--goodput is missing: a sweep needs objectives, such as ttft:1000,tpot:50"
@@ -137,12 +132,12 @@ def _check(args: argparse.Namespace) -> None:
     check_output(args.output)
 
 
-def _rounded(rate: float | None) -> float | None:
+def _round_rate(rate: float | None) -> float | None:
     return None if rate is None else round(rate, 6)
 
 
 class _Sweep:
-    """Searches for the highest rate of one deployment; ``rows`` gets every run and the result."""
+    """Searches for the highest rate of one deployment; adds all runs and the result to ``rows``."""
 
     def __init__(
         self,
@@ -165,23 +160,23 @@ class _Sweep:
             self._args, self._layout.url, self._layout.hosts, self._layout.gpus
         )
         self._server = probe_server(settings, self._layout.client)
-        found = highest_rate(self._search, self._share)
-        row: Row = {"deployment": self._name, "highest_rate": _rounded(found.highest)}
-        row["lowest_rate_that_failed"] = _rounded(found.failed)
-        if settings.gpus and found.highest is not None:
-            row["highest_rate_per_gpu"] = round(found.highest / settings.gpus, 4)
+        result = highest_rate(self._search, self._measure_share)
+        row: Row = {"deployment": self._name, "highest_rate": _round_rate(result.highest)}
+        row["lowest_rate_that_failed"] = _round_rate(result.failed)
+        if settings.gpus and result.highest is not None:
+            row["highest_rate_per_gpu"] = round(result.highest / settings.gpus, 4)
         self._rows.append(row)
-        rate = f"below {self._search.low:g}" if found.highest is None else f"{found.highest:g}"
-        reached = " (the highest that was to be tried)" if found.failed is None else ""
+        rate = f"below {self._search.low:g}" if result.highest is None else f"{result.highest:g}"
+        reached = " (--max-rate)" if result.failed is None else ""
         print(f"{self._name}: highest rate {rate} requests/s{reached}", flush=True)
 
-    def _share(self, rate: float, repeat: int) -> float:
-        """Share of the requests of one run that met the objectives."""
+    def _measure_share(self, rate: float, repeat: int) -> float:
+        """Run once; return the share of good requests."""
         from pd.bench.load.measure import measure_server
 
         assert self._server is not None
-        # No run repeats the prompts of another, which a prefix cache would have; only lines of a
-        # file are what they are.
+        # Each run draws other prompts, because a prefix cache would have the old ones. Only lines
+        # of a file repeat.
         settings = self._server.settings.at_rate(rate, self._args.seed + self._runs)
         self._runs += 1
         if settings.dataset.count is None:
@@ -190,7 +185,7 @@ class _Sweep:
             settings = dataclasses.replace(settings, dataset=dataset)
         server = dataclasses.replace(self._server, settings=settings)
         result = measure_server(server)
-        self._note(rate, repeat, server, result)
+        self._report_run(rate, repeat, server, result)
         if result.failure is not None:
             raise result.failure
         if result.interrupted:
@@ -200,22 +195,24 @@ class _Sweep:
         assert result.goodput is not None
         return result.goodput.share
 
-    def _note(self, rate: float, repeat: int, server: ProbedServer, result: LoadResult) -> None:
-        goodput, found = result.goodput, result.measures
+    def _report_run(
+        self, rate: float, repeat: int, server: ProbedServer, result: LoadResult
+    ) -> None:
+        goodput, measures = result.goodput, result.measures
         assert goodput is not None
         row: Row = {
             "deployment": self._name,
             "rate": round(rate, 6),
             "repeat": repeat,
             "share": round(goodput.share, 6),
-            "requests": found["requests"],
-            "failed": found["failed"],
-            "requests_per_s": found["requests_per_s"],
-            "output_tokens_per_s": found["output_tokens_per_s"],
-            "ttft_p50_ms": found["ttft_ms"]["p50"],
-            "ttft_p90_ms": found["ttft_ms"]["p90"],
-            "tpot_p50_ms": found["tpot_ms"]["p50"],
-            "tpot_p90_ms": found["tpot_ms"]["p90"],
+            "requests": measures["requests"],
+            "failed": measures["failed"],
+            "requests_per_s": measures["requests_per_s"],
+            "output_tokens_per_s": measures["output_tokens_per_s"],
+            "ttft_p50_ms": measures["ttft_ms"]["p50"],
+            "ttft_p90_ms": measures["ttft_ms"]["p90"],
+            "tpot_p50_ms": measures["tpot_ms"]["p50"],
+            "tpot_p90_ms": measures["tpot_ms"]["p90"],
             "valid": not result.complaints,
         }
         self._rows.append(row)
@@ -226,12 +223,9 @@ class _Sweep:
             flush=True,
         )
         if self._args.output_dir is not None:
+            from pd.bench.load.results import settings_to_json, write_results
+
             directory = self._args.output_dir / f"{self._name}-{rate:.3f}-{repeat}"
-            self._write(directory, server, result)
-
-    def _write(self, directory: Path, server: ProbedServer, result: LoadResult) -> None:
-        from pd.bench.load.results import shown_command, shown_settings, write_results
-
-        command = shown_command(self._args.command_line)
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        write_results(directory, result, shown_settings(server.settings), command)
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            command = format_command(self._args.command_line)
+            write_results(directory, result, settings_to_json(server.settings), command)

@@ -1,15 +1,16 @@
-"""`pd-bench transfer`: how fast KV moves from one pool to another, and what the path itself can do.
+"""`pd-bench transfer`: how fast KV moves between two pools, and how fast the path itself is.
 
-Two processes (or two hosts) have a pool each; P pushes rooms through the real transfer manager, in
-chunks of 8,192 tokens, into pages that lie scattered on both sides: in the portions in which a
-prefill node sends (`nodes`; late where its forward pass would hide that), and in groups of 8 layers
-(`groups`). The clock runs from the first `send` until everything is in D's pages, as D says, or as
-P has observed where stores are one-sided (`nvlink`, `fake`). Transfers and their ceiling take
-turns, so that noise of the machine hits both; GB/s are medians, the best stands beside them. In the
-end one more transfer's bytes are compared.
+Two processes (or two hosts) have a pool each. P pushes rooms through the real transfer manager, in
+chunks of 8,192 tokens, into pages scattered on both sides: either in the portions in which
+a prefill node sends (`nodes`; late where its forward pass would hide that) or in groups of 8 layers
+(`groups`). The clock runs from the first `send` until everything is in D's pages. D says when it
+is, except that P observes it for one-sided stores (`nvlink`, `fake`). Transfers and their ceiling
+take turns, so noise of the machine hits both. GB/s are medians, with the best next to them. A
+last transfer compares the bytes.
 
-The ceiling of `tcp` and `fake` is as many plain sockets; of `nixl` and `mooncake` the library with
-large blocks between the same kinds of memory; of `nvlink` a copy between the two GPUs.
+The ceiling of `tcp` and `fake` is the same number of plain sockets. For `nixl` and `mooncake` it is
+the library with large blocks between the same kinds of memory, and for `nvlink` a copy between the
+two GPUs.
 """
 
 from __future__ import annotations
@@ -19,27 +20,27 @@ import contextlib
 import ctypes
 import json
 import logging
+import math
 import multiprocessing
 import multiprocessing.connection
-import shlex
 import signal
 import sys
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pd.bench.report import Row, check_output, write_report
-from pd.bench.transfer_flags import add_arguments, positive
+from pd.bench.report import Row, add_output, check_output, format_command, write_report
+from pd.bench.shapes import NAMES
 from pd.core.errors import PDError, SetupError, UsageError
+from pd.util.logs import configure_logging
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
-    from pathlib import Path
 
     from pd.bench.transfer_control import Control
-    from pd.bench.transfer_spec import Pattern, TransferRates, TransferSpec
-
-__all__ = ["add_arguments", "run"]
+    from pd.bench.transfer_spec import TransferRates, TransferSpec
 
 logger = logging.getLogger(__name__)
 
@@ -49,109 +50,227 @@ _COLUMNS = (
     f"{'backend':9} {'device':13} {'model':13} {'page':>4} {'tokens':>7} {'layout':10} {'sent':6} "
     f"{'GB/s':>8} {'best':>8} {'ceiling':>8} {'best':>8} {'share':>6}  ceiling is"
 )
+EXAMPLES = """\
+examples:
+  pd-bench transfer                                   # tcp on this machine's CPU, Llama-3.1-8B
+  pd-bench transfer --backend tcp,nixl --model llama-3.1-8b,embedded --output transfer.json
+  pd-bench transfer --backend nvlink,nixl --device cuda:0,cuda:1
+  pd-bench transfer --model ~/models/Qwen3-8B --page-size 64 --layout contiguous
+
+on two hosts, with the same key file on both:
+  decode host:   pd-bench transfer --listen 10.0.0.2:7000 --cluster-key-file cluster.key
+  prefill host:  pd-bench transfer --connect 10.0.0.2:7000 --cluster-key-file cluster.key
+The decode host uses its own --device for its pool; the prefill host sets everything else.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``pd-bench transfer``."""
+    parser.epilog = EXAMPLES
+    add = parser.add_argument_group("what to move").add_argument
+    add(
+        "--backend",
+        action="append",
+        metavar="NAME",
+        help="tcp, nixl, mooncake, nvlink, fake, or another package's backend; repeat the flag or "
+        "separate names by commas (default: tcp)",
+    )
+    add(
+        "--model",
+        default=NAMES[0],
+        metavar="NAME|DIR|FILE",
+        help=f"models whose KV to move, separated by commas: {', '.join(NAMES)}, a model directory "
+        "or a config.json",
+    )
+    add(
+        "--dtype",
+        choices=("auto", "bfloat16", "float16", "float32"),
+        default="auto",
+        help="dtype of the KV (default: %(default)s, the checkpoint's)",
+    )
+    add(
+        "--page-size", default="16", metavar="N", help="tokens per page; separate several by commas"
+    )
+    add("--tokens", type=parse_positive, default=8192, help="tokens of a room")
+    add(
+        "--layout",
+        choices=("scattered", "contiguous"),
+        default="scattered",
+        help="placement of the pages on both sides (default: %(default)s, anew for each room)",
+    )
+    add(
+        "--pattern",
+        default="nodes,groups",
+        metavar="NAME",
+        help="nodes: in the portions in which prefill nodes send during a forward pass; groups: in "
+        "8 layers of each chunk; both are measured separately (default: %(default)s)",
+    )
+    add(
+        "--device",
+        default="cpu",
+        metavar="P[,D]",
+        help="cpu, cuda or cuda:N for P's and D's pool; one name for both if they are the same",
+    )
+    group = parser.add_argument_group("measurement")
+    add = group.add_argument
+    add(
+        "--connections",
+        type=parse_positive,
+        default=0,
+        help="connections of tcp, and of the plain sockets for comparison (default: the backend's)",
+    )
+    add("--repeats", type=parse_positive, default=7, help="timed transfers, at least")
+    add(
+        "--seconds",
+        type=_parse_seconds,
+        default=2.0,
+        help="repeat short transfers for this long, up to 100 times",
+    )
+    add(
+        "--timeout",
+        type=parse_positive,
+        default=180,
+        metavar="SECONDS",
+        help="end a measurement on this machine that takes longer",
+    )
+    add_output(group)
+    group = parser.add_argument_group("two hosts")
+    where = group.add_mutually_exclusive_group()
+    where.add_argument("--listen", metavar="HOST:PORT", help="be the decode side for another host")
+    where.add_argument("--connect", metavar="HOST:PORT", help="the decode side, on another host")
+    group.add_argument(
+        "--cluster-key-file",
+        type=Path,
+        metavar="FILE",
+        help="secret shared by both hosts; needed to leave this machine",
+    )
+
+
+def _parse_seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0.0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
+    return seconds
+
+
+def parse_positive(text: str) -> int:
+    """Parse a whole number above 0. Raises ArgumentTypeError."""
+    if not text.isascii() or not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
+    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print and write. Returns 1 if a measurement failed; the others count.
+    """Measure, print and write. Return 1 if a measurement failed; we still do the others.
 
-    ``args`` has also the whole ``command_line``, as it was typed.
+    ``args`` also has the whole ``command_line``.
     """
-    logging.basicConfig(stream=sys.stderr, level="WARNING")
-    key = _cluster_key(args.cluster_key_file)
-    if args.listen:
-        return _listen(args.listen, _devices(args.device)[1], key)
-    specs = _specs(args)
-    from pd.bench.transfer_spec import row
+    from pd.bench.transfer_spec import make_row
 
+    configure_logging(logging.WARNING)
+    key = None
+    if args.cluster_key_file is not None:
+        from pd.net.cluster_key import load_cluster_key
+
+        key = load_cluster_key(args.cluster_key_file)
+    if args.listen:
+        return _serve_target(args.listen, _parse_devices(args.device)[1], key)
+    specs = _make_specs(args)
     check_output(args.output)
     rows: list[Row] = []
     devices: set[str] = set()
     failed = 0
     print(_COLUMNS, flush=True)
-    for spec, measured in _measurements(args, specs, key):
+    for spec, measured in _measure_specs(args, specs, key):
         if isinstance(measured, PDError):
             failed += 1
             print(f"pd-bench transfer: {spec}: {measured.message}", file=sys.stderr, flush=True)
             continue
-        rows.append(row(measured))
+        rows.append(make_row(measured))
         devices.update(measured.devices)
-        print(_line(rows[-1]), flush=True)
+        print(_format_row(rows[-1]), flush=True)
         if args.output is not None:
-            _write(args, rows, sorted(devices))
+            write_report(
+                args.output,
+                format_command(args.command_line),
+                rows,
+                measured=["pd/bench", "pd/transfer", "pd/kernels"],
+                machine={"gpu": ", ".join(sorted(devices))} if devices else None,
+            )
     return int(failed > 0)
 
 
-def _measurements(
+def _measure_specs(
     args: argparse.Namespace, specs: list[TransferSpec], key: bytes | None
 ) -> Iterator[tuple[TransferSpec, TransferRates | PDError]]:
     if not args.connect:
         for spec in specs:
-            yield spec, _measure_here(spec, args.timeout)
+            yield spec, _measure_in_processes(spec, args.timeout)
         return
     from pd.bench.transfer_control import Control, connect_socket, parse_address
 
     control = Control(connect_socket(*parse_address(args.connect), key))
     try:
         for spec in specs:
-            yield spec, _measure(spec, control, key)
+            yield spec, _measure_spec(spec, control, key)
     finally:
         control.close()
 
 
-def _measure(spec: TransferSpec, control: Control, key: bytes | None) -> TransferRates | PDError:
+def _measure_spec(
+    spec: TransferSpec, control: Control, key: bytes | None
+) -> TransferRates | PDError:
     from pd.bench.transfer_ends import SourceEnd
 
     try:
-        return SourceEnd(spec, control, key).measure(_progress)
+        return SourceEnd(spec, control, key).measure(partial(print, file=sys.stderr, flush=True))
     except PDError as error:
         return error
     except Exception as error:
-        # Whatever a library raises when the other end dies, or there is no memory.
+        # Libraries raise anything when the other end dies or memory runs out.
         logger.debug("failed", exc_info=True)
         return SetupError(f"{type(error).__name__}: {error}")
 
 
-def _progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+# ---- two processes on this machine
 
 
-# ---- two processes of this machine
-
-
-def _measure_here(spec: TransferSpec, timeout: float) -> TransferRates | PDError:
-    """Measure in two new processes, so that no library disturbs the next measurement."""
+def _measure_in_processes(spec: TransferSpec, timeout: float) -> TransferRates | PDError:
+    """Measure in two new processes, so no library disturbs the next measurement."""
     from pd.bench.transfer_spec import TransferRates
 
     context = multiprocessing.get_context("spawn")
     near, far = context.Pipe()
-    decode = context.Process(target=_decode_process, args=(far, spec.target_device), daemon=True)
+    target = (far, spec.target_device)
+    decode = context.Process(target=_run_decode_process, args=target, daemon=True)
     decode.start()
     processes = [decode]
     try:
-        port = _answer(near, decode, _START_SECONDS)
+        port = _wait_for_report(near, decode, _START_SECONDS)
         if isinstance(port, PDError):
             return port
-        prefill = context.Process(target=_prefill_process, args=(far, spec, port), daemon=True)
+        source = (far, spec, port)
+        prefill = context.Process(target=_run_prefill_process, args=source, daemon=True)
         prefill.start()
         processes.append(prefill)
-        found = _answer(near, prefill, timeout)
-        assert isinstance(found, TransferRates | PDError)
-        return found
+        rates = _wait_for_report(near, prefill, timeout)
+        assert isinstance(rates, TransferRates | PDError)
+        return rates
     except BaseException:
         for process in processes:
             process.kill()
         raise
     finally:
         for process in reversed(processes):
-            # Each ends when its work is done or the other one closes the connection.
+            # Each ends when its work is done or when the other one closes the connection.
             process.join(timeout=5.0)
             if process.is_alive():
                 process.kill()
                 process.join()
 
 
-def _answer(pipe: Connection, process: BaseProcess, timeout: float) -> object:
-    """The report of a process, or a SetupError with the reason why there is none."""
+def _wait_for_report(pipe: Connection, process: BaseProcess, timeout: float) -> object:
+    """Return the report of a process, or a SetupError with the reason for its absence."""
     ready = multiprocessing.connection.wait([pipe, process.sentinel], timeout)
     if pipe.poll():
         reported: object = pipe.recv()
@@ -163,13 +282,13 @@ def _answer(pipe: Connection, process: BaseProcess, timeout: float) -> object:
     return SetupError(f"the process {process.name} ended with status {process.exitcode}")
 
 
-def _decode_process(pipe: Connection, device: str) -> None:
-    from pd.bench.transfer_control import Control, accept_socket, listen
+def _run_decode_process(pipe: Connection, device: str) -> None:
+    from pd.bench.transfer_control import Control, accept_socket, open_listener
     from pd.bench.transfer_ends import TargetEnd
 
     _depend_on_parent()
-    with contextlib.closing(listen("127.0.0.1", 0, None)) as listener:
-        # If the other process never comes, this one must not stay for ever.
+    with contextlib.closing(open_listener("127.0.0.1", 0, None)) as listener:
+        # This process must end even if the other one never connects.
         listener.settimeout(_START_SECONDS)
         pipe.send(listener.getsockname()[1])
         control = Control(accept_socket(listener, None))
@@ -178,33 +297,33 @@ def _decode_process(pipe: Connection, device: str) -> None:
 
 
 def _depend_on_parent() -> None:
-    """Ctrl-C and the end of the parent, however it comes, are its to tell."""
+    """Leave Ctrl-C to the parent, and die with it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _prefill_process(pipe: Connection, spec: TransferSpec, port: int) -> None:
+def _run_prefill_process(pipe: Connection, spec: TransferSpec, port: int) -> None:
     from pd.bench.transfer_control import Control, connect_socket
 
     _depend_on_parent()
     control = Control(connect_socket("127.0.0.1", port, None))
-    pipe.send(_measure(spec, control, None))
+    pipe.send(_measure_spec(spec, control, None))
     control.close()
 
 
 # ---- two hosts
 
 
-def _listen(address: str, device: str, key: bytes | None) -> int:
+def _serve_target(address: str, device: str, key: bytes | None) -> int:
     """Serve one prefill side, then end."""
-    from pd.bench.transfer_control import Control, accept_socket, listen, parse_address
+    from pd.bench.transfer_control import Control, accept_socket, open_listener, parse_address
     from pd.bench.transfer_ends import TargetEnd, check_device
-    from pd.core.addresses import in_url
+    from pd.core.addresses import format_host
 
     check_device(device)
-    with contextlib.closing(listen(*parse_address(address), key)) as listener:
+    with contextlib.closing(open_listener(*parse_address(address), key)) as listener:
         host, port = listener.getsockname()[:2]
-        shown = f"{in_url(host)}:{port}"
+        shown = f"{format_host(host)}:{port}"
         ready = {"event": "ready", "role": "decode", "address": shown}
         print(json.dumps(ready), flush=True)
         control = Control(accept_socket(listener, key))
@@ -213,19 +332,11 @@ def _listen(address: str, device: str, key: bytes | None) -> int:
     return 0
 
 
-def _cluster_key(path: Path | None) -> bytes | None:
-    if path is None:
-        return None
-    from pd.core.cluster_key import load_cluster_key
-
-    return load_cluster_key(path)
+# ---- flags and rows
 
 
-# ---- what to measure, and what came out
-
-
-def _specs(args: argparse.Namespace) -> list[TransferSpec]:
-    from pd.bench.transfer_spec import TransferSpec, load_shape
+def _make_specs(args: argparse.Namespace) -> list[TransferSpec]:
+    from pd.bench.transfer_spec import PATTERNS, TransferSpec, load_shape
     from pd.transfer.registry import backend_names
 
     backends = [name for given in args.backend or ["tcp"] for name in given.split(",")]
@@ -233,7 +344,15 @@ def _specs(args: argparse.Namespace) -> list[TransferSpec]:
     unknown = [name for name in backends if name not in known]
     if unknown:
         raise UsageError(f"unknown backend {unknown[0]!r}; choose from {', '.join(known)}")
-    source, target = _devices(args.device)
+    try:
+        page_sizes = [parse_positive(part) for part in args.page_size.split(",")]
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"--page-size {error}") from None
+    patterns = args.pattern.split(",")
+    unknown = [name for name in patterns if name not in PATTERNS]
+    if unknown:
+        raise UsageError(f"--pattern is one of {', '.join(PATTERNS)}, not {unknown[0]!r}")
+    source, target = _parse_devices(args.device)
     return [
         TransferSpec(
             backend=backend,
@@ -249,30 +368,15 @@ def _specs(args: argparse.Namespace) -> list[TransferSpec]:
             pattern=pattern,
         )
         for model in args.model.split(",")
-        for page_size in _page_sizes(args.page_size)
+        for page_size in page_sizes
         for backend in backends
-        for pattern in _patterns(args.pattern)
+        for pattern in PATTERNS
+        if pattern in patterns
     ]
 
 
-def _patterns(text: str) -> list[Pattern]:
-    from pd.bench.transfer_spec import PATTERNS
-
-    unknown = [name for name in text.split(",") if name not in PATTERNS]
-    if unknown:
-        raise UsageError(f"--pattern is one of {', '.join(PATTERNS)}, not {unknown[0]!r}")
-    return [pattern for pattern in PATTERNS if pattern in text.split(",")]
-
-
-def _page_sizes(text: str) -> list[int]:
-    try:
-        return [positive(part) for part in text.split(",")]
-    except argparse.ArgumentTypeError as error:
-        raise UsageError(f"--page-size {error}") from None
-
-
-def _devices(text: str) -> tuple[str, str]:
-    """P's and D's; ``cuda`` is ``cuda:0``."""
+def _parse_devices(text: str) -> tuple[str, str]:
+    """Return P's and D's device; ``cuda`` means ``cuda:0``."""
     from pd.commands.parser import DEVICE
 
     names = ["cuda:0" if name == "cuda" else name for name in text.split(",")]
@@ -281,21 +385,11 @@ def _devices(text: str) -> tuple[str, str]:
     return names[0], names[-1]
 
 
-def _line(row: Row) -> str:
+def _format_row(row: Row) -> str:
     return (
         f"{row['backend']:9} {row['device']:13} {row['model']:13.13} {row['page_size']:4} "
         f"{row['tokens']:7} {row['layout']:10} {row['pattern']:6} {row['gb_s']:8.2f} "
         f"{row['best_gb_s']:8.2f} "
         f"{row['ceiling_gb_s']:8.2f} {row['best_ceiling_gb_s']:8.2f} "
         f"{row['share_of_ceiling_rate']:6.1%}  {row['ceiling']}"
-    )
-
-
-def _write(args: argparse.Namespace, rows: list[Row], devices: list[str]) -> None:
-    write_report(
-        args.output,
-        shlex.join(["pd-bench", *args.command_line]),
-        rows,
-        measured=["pd/bench", "pd/transfer", "pd/kernels"],
-        machine={"gpu": ", ".join(devices)} if devices else None,
     )

@@ -1,4 +1,4 @@
-"""Ceilings of ``nixl`` and ``mooncake``: the library itself with large blocks, as they lie."""
+"""Ceilings of ``nixl`` and ``mooncake``: the library itself with large, contiguous blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pd.bench.transfer_spec import TransferSpec
     from pd.engine.kv_pool import KVPool
 
-# The libraries' rates stop rising at a few MiB.
+# The libraries get no faster beyond a few MiB.
 LARGE_BLOCK = 4 << 20
 _MOONCAKE_BATCH = 256
 _NIXL_ARRIVED = b"arrived"
@@ -22,13 +22,16 @@ _NIXL_NAP, _NIXL_SECONDS = 50e-6, 60.0
 
 
 def large_blocks(spec: TransferSpec) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Offsets and lengths that cover the bytes."""
+    """Return offsets and lengths of the blocks."""
     offsets = np.arange(0, spec.num_bytes, LARGE_BLOCK)
     return offsets, np.minimum(LARGE_BLOCK, spec.num_bytes - offsets)
 
 
-class _NixlAgent:
-    """An agent beside the backend's, over the same transports, with the pool registered."""
+class NixlMemory:
+    """The pool, registered with an agent of its own over the backend's transports.
+
+    As D's half it only waits, because connecting and writes over sockets need D's calls.
+    """
 
     def __init__(self, spec: TransferSpec, pool: KVPool, name: str, host: str) -> None:
         from pd.transfer.staged.nixl_agents import new_agent
@@ -37,12 +40,12 @@ class _NixlAgent:
         self.spec, self.address = spec, pool.memory.data_ptr()
         self.kind = "VRAM" if pool.memory.is_cuda else "DRAM"
         self.device_index = (pool.device.index or 0) if pool.memory.is_cuda else 0
-        # NIXL's own thread spins: on two cores it costs most of the rate.
+        # NIXL's own thread spins, so on two cores it costs most of the rate.
         self.agent = new_agent(name, choose_transports(host, local_only=False))
         region = [(self.address, spec.num_bytes, self.device_index, "")]
         self._registered = self.agent.register_memory(region, self.kind)
 
-    def descriptors(self, address: int, device_index: int, kind: str) -> Any:
+    def describe_blocks(self, address: int, device_index: int, kind: str) -> Any:
         offsets, lengths = large_blocks(self.spec)
         places = [
             (address + int(offset), int(length), device_index)
@@ -50,12 +53,27 @@ class _NixlAgent:
         ]
         return self.agent.get_xfer_descs(places, kind)
 
+    def describe(self) -> dict[str, Any]:
+        return {
+            "metadata": self.agent.get_agent_metadata(),
+            "address": self.address,
+            "kind": self.kind,
+            "device_index": self.device_index,
+        }
+
+    def run_step(self) -> None:
+        deadline = time.monotonic() + _NIXL_SECONDS
+        while not self.agent.get_new_notifs():
+            if time.monotonic() > deadline:
+                raise SetupError(f"a plain nixl write did not arrive within {_NIXL_SECONDS:g} s")
+            time.sleep(_NIXL_NAP)
+
     def close(self) -> None:
         self.agent.deregister_memory(self._registered)
 
 
 class NixlWrites:
-    """One NIXL write of large blocks, as they lie."""
+    """One NIXL write of large blocks."""
 
     name = f"nixl, blocks of {LARGE_BLOCK >> 20} MiB"
 
@@ -63,21 +81,23 @@ class NixlWrites:
         self, spec: TransferSpec, pool: KVPool, control: Control, described: dict[str, Any]
     ) -> None:
         self._spec, self._control = spec, control
-        self._nixl = _NixlAgent(spec, pool, "ceiling-P", control.host)
+        self._nixl = NixlMemory(spec, pool, "ceiling-P", control.host)
         self._peer = self._nixl.agent.add_remote_agent(described["metadata"])
         if isinstance(self._peer, bytes):
             self._peer = self._peer.decode()
         theirs = (described["address"], described["device_index"], described["kind"])
         self._handle = self._nixl.agent.initialize_xfer(
             "WRITE",
-            self._nixl.descriptors(self._nixl.address, self._nixl.device_index, self._nixl.kind),
-            self._nixl.descriptors(*theirs),
+            self._nixl.describe_blocks(
+                self._nixl.address, self._nixl.device_index, self._nixl.kind
+            ),
+            self._nixl.describe_blocks(*theirs),
             self._peer,
             _NIXL_ARRIVED,
         )
 
     def measure(self) -> float:
-        self._control.send({"op": "step"})
+        self._control.send_message({"op": "step"})
         begun = time.perf_counter()
         state = self._nixl.agent.transfer(self._handle)
         while state == "PROC":
@@ -86,7 +106,7 @@ class NixlWrites:
         seconds = time.perf_counter() - begun
         if state != "DONE":
             raise SetupError(f"a plain nixl write ended as {state}")
-        self._control.answer()
+        self._control.receive_answer()
         return self._spec.num_bytes / seconds / 1e9
 
     def close(self) -> None:
@@ -95,34 +115,11 @@ class NixlWrites:
         self._nixl.close()
 
 
-class NixlCeilingTarget:
-    """Memory to write to. Connecting, and writes over sockets, need D's calls."""
+class MooncakeMemory:
+    """The pool, registered with an engine of its own.
 
-    def __init__(self, spec: TransferSpec, pool: KVPool, host: str) -> None:
-        self._nixl = _NixlAgent(spec, pool, "ceiling-D", host)
-
-    def describe(self) -> dict[str, Any]:
-        nixl = self._nixl
-        return {
-            "metadata": nixl.agent.get_agent_metadata(),
-            "address": nixl.address,
-            "kind": nixl.kind,
-            "device_index": nixl.device_index,
-        }
-
-    def step(self) -> None:
-        deadline = time.monotonic() + _NIXL_SECONDS
-        while not self._nixl.agent.get_new_notifs():
-            if time.monotonic() > deadline:
-                raise SetupError(f"a plain nixl write did not arrive within {_NIXL_SECONDS:g} s")
-            time.sleep(_NIXL_NAP)
-
-    def close(self) -> None:
-        self._nixl.close()
-
-
-class _MooncakeEngine:
-    """An engine of its own, beside the backend's, with the pool's memory registered."""
+    As D's half it does nothing, because the engine's own threads do.
+    """
 
     def __init__(self, spec: TransferSpec, pool: KVPool, host: str) -> None:
         try:
@@ -139,12 +136,18 @@ class _MooncakeEngine:
             raise SetupError("mooncake cannot register the pool's memory")
         self.session = f"{host}:{self.engine.get_rpc_port()}"
 
+    def describe(self) -> dict[str, Any]:
+        return {"session": self.session, "address": self.address}
+
+    def run_step(self) -> None:
+        """Writes are one-sided."""
+
     def close(self) -> None:
         self.engine.unregister_memory(self.address)
 
 
 class MooncakeWrites:
-    """Synchronous batches of large blocks, as they lie."""
+    """Synchronous batches of large blocks."""
 
     name = f"mooncake, blocks of {LARGE_BLOCK >> 20} MiB"
 
@@ -152,7 +155,7 @@ class MooncakeWrites:
         self, spec: TransferSpec, pool: KVPool, host: str, described: dict[str, Any]
     ) -> None:
         self._spec = spec
-        self._mooncake = _MooncakeEngine(spec, pool, host)
+        self._mooncake = MooncakeMemory(spec, pool, host)
         self._session: str = described["session"]
         offsets, lengths = large_blocks(spec)
         self._sources = (offsets + self._mooncake.address).tolist()
@@ -169,22 +172,6 @@ class MooncakeWrites:
             if failed:
                 raise SetupError(f"a plain mooncake write ended with {failed}")
         return self._spec.num_bytes / (time.perf_counter() - begun) / 1e9
-
-    def close(self) -> None:
-        self._mooncake.close()
-
-
-class MooncakeCeilingTarget:
-    """Memory to write to; the engine's own threads do the rest."""
-
-    def __init__(self, spec: TransferSpec, pool: KVPool, host: str) -> None:
-        self._mooncake = _MooncakeEngine(spec, pool, host)
-
-    def describe(self) -> dict[str, Any]:
-        return {"session": self._mooncake.session, "address": self._mooncake.address}
-
-    def step(self) -> None:
-        """Writes are one-sided."""
 
     def close(self) -> None:
         self._mooncake.close()

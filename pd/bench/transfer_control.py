@@ -1,4 +1,4 @@
-"""Connection between the ends of ``pd-bench transfer``: P sends one call at a time, D answers."""
+"""Connection between the ends of ``pd-bench transfer``: P makes one call at a time, D answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pd.transfer.wire.channel import set_options
 from pd.transfer.wire.greeting import (
     GreetingError,
     IncomingGreeting,
-    greet,
+    greet_peer,
     require_loopback,
     transfer_key,
 )
@@ -41,36 +41,38 @@ class Control:
         self._sock = sock
         self.host: str = sock.getsockname()[0]
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send_message(self, message: dict[str, Any]) -> None:
         data = msgspec.msgpack.encode(message)
         self._sock.sendall(_LENGTH.pack(len(data)) + data)
 
-    def receive(self) -> dict[str, Any]:
-        """The next message. Raises SetupError when the other end is gone."""
+    def receive_message(self) -> dict[str, Any]:
+        """Receive the next message. Raises SetupError when the other end is gone."""
         try:
-            (size,) = _LENGTH.unpack(_exactly(self._sock, _LENGTH.size))
+            (size,) = _LENGTH.unpack(_receive_exactly(self._sock, _LENGTH.size))
             if size > _MAX_BYTES:
                 raise SetupError(f"the other end sent a message of {size} bytes")
-            message: dict[str, Any] = msgspec.msgpack.decode(_exactly(self._sock, size))
+            message: dict[str, Any] = msgspec.msgpack.decode(_receive_exactly(self._sock, size))
         except OSError as error:
             raise SetupError(f"the other end is gone: {error.strerror or error}") from error
         return message
 
     def call(self, op: str, **fields: Any) -> dict[str, Any]:
-        """Ask, and wait for the answer. Raises SetupError with what went wrong there."""
-        self.send({"op": op, **fields})
-        return self.answer()
+        """Call an operation of D. Raises SetupError with D's error."""
+        self.send_message({"op": op, **fields})
+        return self.receive_answer()
 
-    def answer(self) -> dict[str, Any]:
-        answer = self.receive()
+    def receive_answer(self) -> dict[str, Any]:
+        answer = self.receive_message()
         if "error" in answer:
             raise SetupError(f"the decode end: {answer['error']}")
         return answer
 
-    def serve(self, operations: dict[str, Callable[[dict[str, Any]], dict[str, Any]]]) -> None:
-        """Answer calls until the other end has done. Raises SetupError if it goes before."""
+    def serve_calls(
+        self, operations: dict[str, Callable[[dict[str, Any]], dict[str, Any]]]
+    ) -> None:
+        """Answer calls until P has finished. Raises SetupError if P leaves before."""
         while True:
-            message = self.receive()
+            message = self.receive_message()
             if message.get("op") == _END:
                 return
             try:
@@ -80,20 +82,20 @@ class Control:
             except (OSError, MemoryError) as error:
                 answer = {"error": str(error)}
             except Exception as error:
-                # Whatever a library raised: the other end ends with it, this one with a traceback.
+                # A library raised it: P reports the error, and this end logs the traceback.
                 logger.exception("failed")
                 answer = {"error": f"{type(error).__name__}: {error}"}
-            self.send(answer)
+            self.send_message(answer)
 
     def close(self) -> None:
-        """Tell the other end that this was all."""
+        """Tell the other end that this was the last call."""
         with contextlib.suppress(SetupError, OSError):
-            self.send({"op": _END})
+            self.send_message({"op": _END})
         self._sock.close()
 
 
-def listen(host: str, port: int, key: bytes | None) -> socket.socket:
-    """Raises UsageError without a key for a public address, SetupError for one in use."""
+def open_listener(host: str, port: int, key: bytes | None) -> socket.socket:
+    """Listen. Raises UsageError for a public address without a key, SetupError for one in use."""
     if key is None:
         require_loopback(host, "--listen")
     try:
@@ -104,14 +106,14 @@ def listen(host: str, port: int, key: bytes | None) -> socket.socket:
 
 
 def accept_socket(listener: socket.socket, key: bytes | None) -> socket.socket:
-    """Accept the next end that proves that it has the key; close other connections."""
+    """Accept the next connection whose peer proves that it has the key; close all others."""
     while True:
         sock, address = listener.accept()
         sock.settimeout(_GREETING_SECONDS)
         welcome = IncomingGreeting(SERVICE, TARGET, transfer_key(key))
         try:
             while welcome.needs:
-                reply, refusal = welcome.feed(_exactly(sock, welcome.needs))
+                reply, refusal = welcome.feed_bytes(_receive_exactly(sock, welcome.needs))
                 sock.sendall(reply)
                 if refusal:
                     raise GreetingError(refusal)
@@ -123,7 +125,7 @@ def accept_socket(listener: socket.socket, key: bytes | None) -> socket.socket:
 
 
 def connect_socket(host: str, port: int, key: bytes | None) -> socket.socket:
-    """Connect and greet. Raises SetupError without an answer, TransferError for a refusal."""
+    """Connect and greet. Raises SetupError without an answer, TransferError if D rejects us."""
     if key is None:
         require_loopback(host, "--connect")
     try:
@@ -135,21 +137,21 @@ def connect_socket(host: str, port: int, key: bytes | None) -> socket.socket:
         ) from error
     with contextlib.ExitStack() as undo:
         undo.callback(sock.close)
-        greet(sock, SERVICE, SOURCE, TARGET, transfer_key(key))
+        greet_peer(sock, SERVICE, SOURCE, TARGET, transfer_key(key))
         undo.pop_all()
     sock.settimeout(None)
     return sock
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """``HOST:PORT``; an IPv6 host stands in brackets. Raises UsageError."""
+    """Parse ``HOST:PORT``; an IPv6 host is in brackets. Raises UsageError."""
     host, _, port = text.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise UsageError(f"an address is HOST:PORT, not {text!r}")
     return host.strip("[]"), int(port)
 
 
-def _exactly(sock: socket.socket, size: int) -> bytes:
+def _receive_exactly(sock: socket.socket, size: int) -> bytes:
     data = bytearray()
     while len(data) < size:
         part = sock.recv(size - len(data))

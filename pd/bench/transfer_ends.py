@@ -1,7 +1,8 @@
-"""The two ends of a measurement: P pushes rooms as a prefill node would, D receives them."""
+"""The two ends of a measurement: P pushes rooms as a prefill node would, and D receives them."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
 from typing import TYPE_CHECKING, Any
@@ -11,16 +12,16 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from pd.bench.transfer_ceiling import ceiling_of, ceiling_target
+from pd.bench.transfer_ceiling import make_ceiling, make_ceiling_target
 from pd.bench.transfer_control import SOURCE, TARGET
 from pd.bench.transfer_spec import TransferRates, TransferSpec
 from pd.core.errors import SetupError, TransferError
 from pd.core.messages import Reservation
 from pd.core.node_info import NodeInfo
-from pd.core.request import Request
 from pd.core.sampling_params import SamplingParams
 from pd.engine.kv_pool import KVPool
 from pd.prefill_node.outgoing import Chunk, OutgoingRoom, PromptCost
+from pd.scheduling.request import Request
 from pd.transfer import make_transfer_manager
 from pd.transfer.base import TransferState
 from pd.transfer.tcp.manager import DEFAULT_CONNECTIONS, TcpManager
@@ -30,10 +31,11 @@ if TYPE_CHECKING:
 
     from pd.bench.transfer_ceiling import CeilingTarget
     from pd.bench.transfer_control import Control
-    from pd.transfer.base import IntArray, Receiver, Sender, TransferManager
+    from pd.transfer.base import Receiver, Sender, TransferManager
+    from pd.transfer.kv_buffer import IntArray
 
 _ROOM = b"pd-bench-transfe"
-# What waiting for an end may add to the measured time, and bounds of how often to look.
+# Share of the measured time that waiting for an end may add, and bounds of the polling interval.
 _POLL_SHARE = 1 / 200
 _POLL_SECONDS = (50e-6, 2e-3)
 _MAX_SECONDS = 60.0
@@ -53,7 +55,7 @@ class End:
         self.manager = make_manager(spec, self.pool, instance, host, key)
         self._random = np.random.default_rng(len(instance) + spec.page_size + ord(instance[-1]))
 
-    def info(self) -> NodeInfo:
+    def make_info(self) -> NodeInfo:
         return NodeInfo(
             instance_id=self.instance,
             role="prefill" if self.instance == SOURCE else "decode",
@@ -64,15 +66,15 @@ class End:
             transfers=self.manager.addresses(),
         )
 
-    def pages(self) -> IntArray:
-        """A new page table for one room."""
+    def draw_pages(self) -> IntArray:
+        """Draw a new page table for one room."""
         count = self.spec.num_pages
         if self.spec.layout == "contiguous":
             return np.arange(count, dtype=np.int32)
         return self._random.permutation(count).astype(np.int32)
 
-    def digest(self, pages: IntArray) -> bytes:
-        """Hash of the tokens' bytes, whatever pages they lie in."""
+    def hash_tokens(self, pages: IntArray) -> bytes:
+        """Hash the bytes of the tokens; their pages do not matter."""
         spec, pool = self.spec, self.pool
         tokens = np.arange(spec.tokens)
         slots = pages[tokens // spec.page_size].astype(np.int64) * spec.page_size
@@ -90,64 +92,60 @@ class End:
 
 
 class SourceEnd(End):
-    """P: owns the clock."""
+    """P, which measures the times."""
 
     def __init__(self, spec: TransferSpec, control: Control, key: bytes | None) -> None:
         super().__init__(spec, SOURCE, spec.source_device, control.host, key)
         self._control, self._key = control, key
-        # Any bits will do, and 8 bytes at a time are quicker to draw than 2.
+        # Any bits will do, and drawing 8 bytes at a time is faster than 2.
         self.pool.memory.view(torch.int64).random_()
         self._interval = 1e-3
 
     def measure(self, progress: Callable[[str], None]) -> TransferRates:
-        """Transfers and their ceiling in turns, after one of each that is not counted, and in the
-        end another one whose bytes are compared."""
-        try:
-            return self._measure(progress)
-        finally:
-            self.manager.close()
+        """Measure transfers and their ceiling in turns, after one of each as a warm-up. A last
+        transfer compares the bytes."""
+        with contextlib.closing(self.manager):
+            control = self._control
+            opened = control.call("open", spec=msgspec.to_builtins(self.spec))
+            self.spec = spec = replace(self.spec, target_device=opened["target_device"])
+            peer = msgspec.convert(opened["info"], NodeInfo)
+            self.manager.connect(peer)
+            control.call("connect", info=msgspec.to_builtins(self.make_info()))
+            connections = (
+                (spec.connections or DEFAULT_CONNECTIONS) if spec.backend == "tcp" else None
+            )
+            ceiling = make_ceiling(spec, self.pool, control, self._key, connections or 1, peer)
+            self.push_room(verify=False)
+            ceiling.measure()
+            rates: list[float] = []
+            ceilings: list[float] = []
+            begun = time.monotonic()
+            while len(rates) < spec.repeats or (
+                len(rates) < _MAX_REPEATS and time.monotonic() - begun < spec.seconds
+            ):
+                ceilings.append(ceiling.measure())
+                rates.append(self.push_room(verify=False))
+                if len(rates) <= spec.repeats:
+                    progress(
+                        f"{spec}: {len(rates)}/{spec.repeats}: {rates[-1]:.2f} GB/s, "
+                        f"{ceiling.name} {ceilings[-1]:.2f}"
+                    )
+            self.push_room(verify=True)
+            ceiling.close()
+            devices = sorted({describe_device(spec.source_device), opened["device"]} - {""})
+            control.call("close")
+            return TransferRates(spec, ceiling.name, rates, ceilings, connections, devices)
 
-    def _measure(self, progress: Callable[[str], None]) -> TransferRates:
-        control = self._control
-        opened = control.call("open", spec=msgspec.to_builtins(self.spec))
-        self.spec = spec = replace(self.spec, target_device=opened["target_device"])
-        peer = msgspec.convert(opened["info"], NodeInfo)
-        self.manager.connect(peer)
-        ours = msgspec.to_builtins(self.info())
-        control.call("connect", info=ours)
-        connections = (spec.connections or DEFAULT_CONNECTIONS) if spec.backend == "tcp" else None
-        ceiling = ceiling_of(spec, self.pool, control, self._key, connections or 1, peer)
-        self.push(verify=False)
-        ceiling.measure()
-        rates: list[float] = []
-        ceilings: list[float] = []
-        begun = time.monotonic()
-        while len(rates) < spec.repeats or (
-            len(rates) < _MAX_REPEATS and time.monotonic() - begun < spec.seconds
-        ):
-            ceilings.append(ceiling.measure())
-            rates.append(self.push(verify=False))
-            if len(rates) <= spec.repeats:
-                progress(
-                    f"{spec}: {len(rates)}/{spec.repeats}: {rates[-1]:.2f} GB/s, "
-                    f"{ceiling.name} {ceilings[-1]:.2f}"
-                )
-        self.push(verify=True)
-        ceiling.close()
-        devices = sorted({describe_device(spec.source_device), opened["device"]} - {""})
-        control.call("close")
-        return TransferRates(spec, ceiling.name, rates, ceilings, connections, devices)
+    def push_room(self, *, verify: bool) -> float:
+        """Push one room, from the first ``send`` until all of it is in D's pages; return GB/s.
 
-    def push(self, *, verify: bool) -> float:
-        """One room, from the first ``send`` until all of it is in D's pages; GB/s.
-
-        That is when D says so. Over a backend whose stores D cannot see it is when P has observed
-        the last one complete, which is what the base class promises by DONE.
+        D says when it has everything. With a backend whose stores D cannot see, the room is
+        complete when P has seen the last store complete, which is the meaning of DONE.
         """
-        spec, pages = self.spec, self.pages()
-        reserved = self._control.call("reserve", clear=verify)["reservation"]
-        asked = msgspec.convert(reserved, Reservation)
-        sender = self.manager.sender(TARGET, asked, pages, spec.tokens)
+        spec, pages = self.spec, self.draw_pages()
+        reply = self._control.call("reserve", clear=verify)["reservation"]
+        reservation = msgspec.convert(reply, Reservation)
+        sender = self.manager.sender(TARGET, reservation, pages, spec.tokens)
         self.synchronize()
         begun = time.perf_counter()
         if spec.pattern == "nodes":
@@ -164,13 +162,13 @@ class SourceEnd(End):
             time.sleep(self._interval)
         low, high = _POLL_SECONDS
         self._interval = min(max(seconds * _POLL_SHARE, low), high)
-        if verify and self._control.call("digest")["digest"] != self.digest(pages):
+        if verify and self._control.call("digest")["digest"] != self.hash_tokens(pages):
             raise TransferError(f"{spec}: the received bytes differ from those that were sent")
         return spec.num_bytes / seconds / 1e9
 
 
 class TargetEnd:
-    """D: does what it is asked, for one measurement after another."""
+    """D, which serves the calls of P for one measurement after another."""
 
     def __init__(self, control: Control, device: str, key: bytes | None) -> None:
         self._control, self._device, self._key = control, device, key
@@ -183,11 +181,11 @@ class TargetEnd:
     def serve(self) -> None:
         """Answer calls until P closes the connection."""
         operations = {
-            name: getattr(self, f"_{name}")
+            name: getattr(self, f"_handle_{name}")
             for name in ("open", "connect", "reserve", "commit", "digest", "ceiling", "step")
         }
-        self._control.serve({**operations, "close": self._close})
-        self._close({})
+        self._control.serve_calls({**operations, "close": self._handle_close})
+        self._handle_close({})
 
     @property
     def _opened(self) -> End:
@@ -195,25 +193,25 @@ class TargetEnd:
             raise SetupError("nothing is open")
         return self._end
 
-    def _open(self, message: dict[str, Any]) -> dict[str, Any]:
-        self._close({})
+    def _handle_open(self, message: dict[str, Any]) -> dict[str, Any]:
+        self._handle_close({})
         spec = replace(msgspec.convert(message["spec"], TransferSpec), target_device=self._device)
         self._end = End(spec, TARGET, self._device, self._control.host, self._key)
-        info = msgspec.to_builtins(self._end.info())
+        info = msgspec.to_builtins(self._end.make_info())
         device = describe_device(self._device)
         return {"info": info, "device": device, "target_device": self._device}
 
-    def _connect(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _handle_connect(self, message: dict[str, Any]) -> dict[str, Any]:
         self._opened.manager.connect(msgspec.convert(message["info"], NodeInfo))
         return {}
 
-    def _reserve(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _handle_reserve(self, message: dict[str, Any]) -> dict[str, Any]:
         end = self._opened
         if message["clear"]:
             end.pool.memory.zero_()
             end.synchronize()
         self._epoch += 1
-        self._pages = end.pages()
+        self._pages = end.draw_pages()
         self._receiver = end.manager.receiver(
             SOURCE, _ROOM, self._epoch, self._pages, (0,), end.spec.tokens
         )
@@ -227,29 +225,29 @@ class TargetEnd:
         )
         return {"reservation": msgspec.to_builtins(reservation, builtin_types=(bytes,))}
 
-    def _commit(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _handle_commit(self, message: dict[str, Any]) -> dict[str, Any]:
         assert self._receiver is not None
         self._receiver.commit(message["num_bytes"])
         wait_done(self._receiver, message["interval"])
         return {"bytes_received": self._receiver.bytes_received}
 
-    def _digest(self, _: dict[str, Any]) -> dict[str, Any]:
-        return {"digest": self._opened.digest(self._pages)}
+    def _handle_digest(self, _: dict[str, Any]) -> dict[str, Any]:
+        return {"digest": self._opened.hash_tokens(self._pages)}
 
-    def _ceiling(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _handle_ceiling(self, message: dict[str, Any]) -> dict[str, Any]:
         end = self._opened
-        self._target = ceiling_target(
+        self._target = make_ceiling_target(
             end.spec, end.pool, self._control, self._key, message["connections"]
         )
         return self._target.describe()
 
-    def _step(self, _: dict[str, Any]) -> dict[str, Any]:
+    def _handle_step(self, _: dict[str, Any]) -> dict[str, Any]:
         if self._target is None:
             raise SetupError("no ceiling is open")
-        self._target.step()
+        self._target.run_step()
         return {}
 
-    def _close(self, _: dict[str, Any]) -> dict[str, Any]:
+    def _handle_close(self, _: dict[str, Any]) -> dict[str, Any]:
         if self._target is not None:
             self._target.close()
         if self._end is not None:
@@ -259,7 +257,7 @@ class TargetEnd:
 
 
 def send_groups(spec: TransferSpec, sender: Sender) -> None:
-    """Send each chunk in groups of layers of one size."""
+    """Send each chunk in groups of layers."""
     for start in range(0, spec.tokens, spec.chunk):
         stop = min(start + spec.chunk, spec.tokens)
         for layer in range(0, spec.shape.layers, spec.layer_group):
@@ -267,7 +265,7 @@ def send_groups(spec: TransferSpec, sender: Sender) -> None:
 
 
 def send_as_nodes(spec: TransferSpec, sender: Sender) -> None:
-    """Send in the portions that a prefill node chooses while it computes, which takes no time
+    """Send in the portions that a prefill node chooses during its forward pass, which takes no time
     here."""
     shape, prompt = spec.shape, np.zeros(spec.tokens, np.int32)
     cost = PromptCost(shape.layers, spec.kv.token_bytes, shape.token_flops, shape.pair_flops)
@@ -278,11 +276,11 @@ def send_as_nodes(spec: TransferSpec, sender: Sender) -> None:
         chunk = Chunk(outgoing, start, stop, spec.tokens)
         for layer in range(shape.layers):
             chunk.layers_done(layer, layer + 1)
-    outgoing.push(spec.tokens)
+    outgoing.push_until(spec.tokens)
 
 
 def wait_done(end: Sender | Receiver, interval: float) -> None:
-    """Look every ``interval`` seconds, as a node's loop does. Raises what the end failed with."""
+    """Poll every ``interval`` seconds, as a node's loop does. Raises the error of the end."""
     deadline = time.monotonic() + _MAX_SECONDS
     while (state := end.poll()) is TransferState.ACTIVE:
         if time.monotonic() > deadline:
@@ -295,14 +293,14 @@ def wait_done(end: Sender | Receiver, interval: float) -> None:
 def make_manager(
     spec: TransferSpec, pool: KVPool, instance: str, host: str, key: bytes | None
 ) -> TransferManager:
-    """Make the manager as a node does, but with the given number of connections of tcp."""
+    """Make the manager as a node does, except for the number of tcp connections."""
     if spec.backend == "tcp" and spec.connections:
         return TcpManager(pool, instance, host, cluster_key=key, connections=spec.connections)
     return make_transfer_manager(spec.backend, pool, instance, host, cluster_key=key)
 
 
 def check_device(device: str) -> None:
-    """Raises SetupError unless the device is there."""
+    """Raise SetupError unless the device exists."""
     if device == "cpu":
         return
     if not torch.cuda.is_available():

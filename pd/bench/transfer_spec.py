@@ -1,4 +1,4 @@
-"""One measurement of ``pd-bench transfer`` and its result."""
+"""One measurement of ``pd-bench transfer``, and its result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PATTERNS: tuple[Pattern, ...] = ("nodes", "groups")
 
 @dataclass(frozen=True)
 class KVShape:
-    """A model's KV: what the layers keep of each token.
+    """A model's KV: the numbers that its layers keep for each token.
 
     Attributes:
         token_flops, pair_flops: see :class:`pd.prefill_node.outgoing.PromptCost`.
@@ -43,15 +43,15 @@ class KVShape:
 
 
 def load_shape(model: str, dtype: str) -> KVShape:
-    """The KV of a named model, of a model directory or of a ``config.json``.
+    """Load the KV shape of a named model, a model directory or a ``config.json``.
 
     Args:
-        dtype: ``auto`` is the checkpoint's.
+        dtype: ``auto`` for the checkpoint's.
 
     Raises:
         UsageError: there is no such model, or its configuration cannot be used.
     """
-    from pd.models.config import ModelConfig
+    from pd.models.config_reader import parse_model_config
 
     file = model_directory(model)
     file = file / "config.json" if file.is_dir() else file
@@ -61,7 +61,7 @@ def load_shape(model: str, dtype: str) -> KVShape:
             f"{', '.join(NAMES)}"
         )
     try:
-        config = ModelConfig.from_dict(json.loads(file.read_text()))
+        config = parse_model_config(json.loads(file.read_text()))
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise UsageError(f"{file} cannot be used: {error}") from None
     chosen = (config.dtype or "bfloat16") if dtype == "auto" else dtype
@@ -80,12 +80,12 @@ def load_shape(model: str, dtype: str) -> KVShape:
 
 
 class TransferSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One measurement; both ends know all of it.
+    """One measurement, as both ends know it.
 
     Attributes:
-        source_device, target_device: of P's and D's pool; D has the last word about its own.
-        connections: of tcp; 0 is the backend's default.
-        repeats: timed transfers at least; more if they take less than ``seconds`` in all.
+        source_device, target_device: devices of P's and D's pool; D decides about its own.
+        connections: number of tcp connections; 0 for the backend's default.
+        repeats: least number of timed transfers; more if they take less than ``seconds`` in all.
         pattern: ``nodes`` sends in the portions in which a prefill node would, ``groups`` in
             ``layer_group`` layers of each chunk.
         chunk: tokens of a prefill chunk.
@@ -122,7 +122,7 @@ class TransferSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def device(self) -> str:
-        """Both ends' devices, one if they are the same."""
+        """Both ends' devices; one name if they are both the CPU."""
         ends = (self.source_device, self.target_device)
         return ends[0] if ends == ("cpu", "cpu") else ",".join(ends)
 
@@ -134,7 +134,7 @@ class TransferSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TransferRates(msgspec.Struct):
-    """Rates in GB/s, of the repeats in order; ``ceiling`` names what was compared with."""
+    """Rates in GB/s, in the order of the repeats; ``ceiling`` names what we compare with."""
 
     spec: TransferSpec
     ceiling: str
@@ -144,10 +144,10 @@ class TransferRates(msgspec.Struct):
     devices: list[str]
 
 
-def row(found: TransferRates) -> Row:
-    """The measurement as it goes into the result file."""
-    spec = found.spec
-    gb_s, ceiling = median(found.rates), median(found.ceiling_rates)
+def make_row(result: TransferRates) -> Row:
+    """Make the row of the result file."""
+    spec = result.spec
+    gb_s, ceiling = median(result.rates), median(result.ceiling_rates)
     return {
         "backend": spec.backend,
         "device": spec.device,
@@ -159,12 +159,12 @@ def row(found: TransferRates) -> Row:
         "layout": spec.layout,
         "pattern": spec.pattern,
         "bytes": spec.num_bytes,
-        "connections": found.connections,
-        "repeats": len(found.rates),
+        "connections": result.connections,
+        "repeats": len(result.rates),
         "gb_s": gb_s,
-        "best_gb_s": max(found.rates),
-        "ceiling": found.ceiling,
+        "best_gb_s": max(result.rates),
+        "ceiling": result.ceiling,
         "ceiling_gb_s": ceiling,
-        "best_ceiling_gb_s": max(found.ceiling_rates),
+        "best_ceiling_gb_s": max(result.ceiling_rates),
         "share_of_ceiling_rate": gb_s / ceiling,
     }

@@ -1,7 +1,4 @@
-"""Handshake of decode and prefill nodes: the registry of each prefill node, and its client.
-
-Imports no torch and nothing of the engine.
-"""
+"""Handshake of decode and prefill nodes: the registry of a prefill node, and its client."""
 
 from pd.bootstrap.client import handshake
 from pd.bootstrap.peers import PeerDirectory

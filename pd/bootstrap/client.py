@@ -4,31 +4,36 @@ from __future__ import annotations
 
 import errno
 import time
+from http import HTTPStatus
+from typing import TYPE_CHECKING
 
 import httpx
 import msgspec
 
 from pd.bootstrap.server import HANDSHAKE_PATH, MAX_BODY_BYTES
-from pd.core.cluster_key import bootstrap_key
 from pd.core.errors import HandshakeError, PDError, UnavailableError
 from pd.core.messages import ErrorInfo
-from pd.core.node_info import NodeInfo, check_compatible
-from pd.core.signed_requests import (
+from pd.core.node_info import check_compatible, decode_node_info
+from pd.core.release import RELEASE, REMEDY, describe_release
+from pd.net.cluster_key import derive_bootstrap_key
+from pd.net.signed_requests import (
     EXPECTED_HEADER,
     SIGNATURE_HEADER,
     check_reply,
-    signed_headers,
+    sign_headers,
 )
-from pd.core.starvation import CEILING_SECONDS, Patience
+from pd.util.starvation import CEILING_SECONDS, Patience
 
-# Another attempt has at least so long to connect, and to read.
+if TYPE_CHECKING:
+    from pd.core.node_info import NodeInfo
+
+# Least time of another attempt to connect, and to read.
 _LEAST_SECONDS = 0.5
-# Pause before a host that cannot be reached is tried again.
+# Pause before we try an unreachable host again.
 _PAUSE_SECONDS = 0.2
-# NOTE: decoders are made while one thread runs. msgspec crashes when two threads learn the same
-# type at once, as they do in ``decode(..., type=T)`` the first time (seen with 0.22).
+# NOTE: We make the decoder at import, while one thread runs, because msgspec 0.22 crashes if two
+# threads inspect a type at once. They do so in their first ``decode(..., type=T)``.
 _error_decoder = msgspec.json.Decoder(ErrorInfo)
-_node_decoder = msgspec.json.Decoder(NodeInfo)
 
 
 def handshake(
@@ -40,32 +45,32 @@ def handshake(
     timeout: float = 2.0,
     patience: Patience | None = None,
 ) -> NodeInfo:
-    """Shake hands with the prefill node at ``bootstrap_url``; blocks for ``timeout`` s at most.
+    """Shake hands with the prefill node at ``bootstrap_url``. Blocks for at most ``timeout`` s.
 
-    ``patience`` extends that: while one of the two nodes lacks a CPU, an attempt that timed out is
-    followed by another, which has as long as they lacked one so far. A host that cannot be reached
-    is tried again within ``timeout``: the kernel says so when its search for the neighbour ends,
-    also of a search that began while a link was cut that has come back since.
+    ``patience`` extends this time: while one of the nodes lacks a CPU, we try again after a
+    timeout. The new attempt has as much time as the nodes have lacked a CPU so far. We also retry
+    an unreachable host within ``timeout``, because the kernel's neighbour search may have begun
+    before a cut link came back.
 
     Raises:
-        HandshakeError: the nodes cannot work together (the message names both values), another
-            instance answers than expected, or one of the two lacks the cluster key.
-        UnavailableError: no process answers, or the node is starting or draining; worth a new try.
+        HandshakeError: the nodes cannot work together (the message names both values), an
+            unexpected instance answers, or one of the two lacks the cluster key.
+        UnavailableError: no process answers, or the node is starting or draining; try again.
     """
     since = time.monotonic()
     attempt = timeout
     while True:
         try:
-            return _attempt(bootstrap_url, own, expected_instance, cluster_key, attempt)
+            return _ask_once(bootstrap_url, own, expected_instance, cluster_key, attempt)
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
-            # UnicodeError: a host that cannot be a name.
+            # UnicodeError: the host is not a valid name.
             rest = since + timeout - _PAUSE_SECONDS - time.monotonic()
             if _is_unreachable(error) and rest > _LEAST_SECONDS:
                 time.sleep(_PAUSE_SECONDS)
                 attempt = rest
                 continue
             late = isinstance(error, httpx.TimeoutException)
-            # NOTE: half of it is the limit of one step, after which the first attempt may end.
+            # NOTE: Each step has half of the time, so the first attempt may end after this half.
             limit = timeout / 2
             if not late or patience is None or patience.is_over(since, limit, expected_instance):
                 raise UnavailableError(
@@ -73,13 +78,13 @@ def handshake(
                     f"{str(error) or type(error).__name__}"
                 ) from error
             left = since + CEILING_SECONDS - time.monotonic()
-            delayed = patience.delayed(since, expected_instance)
-            # NOTE: little delay must not make a dead node's requests wait for long.
+            delayed = patience.compute_extension(since, expected_instance)
+            # NOTE: After a short delay, requests of a dead node must not wait for long.
             attempt = 2 * min(max(delayed, _LEAST_SECONDS), max(left, _LEAST_SECONDS))
 
 
 def _is_unreachable(error: BaseException | None) -> bool:
-    """Whether a connection failed because the host's link-layer address was not found."""
+    """Return whether a connection failed because the host's link-layer address was not found."""
     while error is not None:
         if isinstance(error, OSError) and error.errno == errno.EHOSTUNREACH:
             return True
@@ -87,41 +92,51 @@ def _is_unreachable(error: BaseException | None) -> bool:
     return False
 
 
-def _attempt(
+def _ask_once(
     bootstrap_url: str,
     own: NodeInfo,
     expected_instance: str,
     cluster_key: bytes | None,
     timeout: float,
 ) -> NodeInfo:
-    """Ask once, with a signature of its own. Raises httpx.HTTPError besides."""
+    """Make one attempt, with its own signature. Raises httpx.HTTPError, too."""
     body = msgspec.json.encode(own)
     headers = {"Content-Type": "application/json", EXPECTED_HEADER: expected_instance}
-    key = bootstrap_key(cluster_key)
+    key = derive_bootstrap_key(cluster_key)
     nonce = ""
     if key is not None:
-        authorization, nonce = signed_headers(key, "POST", HANDSHAKE_PATH, expected_instance, body)
+        authorization, nonce = sign_headers(key, "POST", HANDSHAKE_PATH, expected_instance, body)
         headers |= authorization
-    status, signature, content = _post(bootstrap_url, body, headers, timeout)
-    # A node that could not verify the request cannot sign its answer to it.
+    status, signature, content = _post_body(bootstrap_url, body, headers, timeout)
+    # A node that cannot verify our request (401) cannot sign its answer either.
     signed = key is None or status == 401 or check_reply(key, nonce, status, content, signature)
     if not signed:
         raise HandshakeError(f"{bootstrap_url} did not prove that it has the cluster key")
     if status != 200:
-        raise _error_of(status, content, bootstrap_url)
-    return _checked(content, own, expected_instance, bootstrap_url)
+        raise _make_error(status, content, bootstrap_url)
+    try:
+        peer = decode_node_info(content, own)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise HandshakeError(f"{bootstrap_url} did not answer with a NodeInfo: {error}") from error
+    if peer.instance_id != expected_instance:
+        raise HandshakeError(
+            f"instance differs: {expected_instance} was expected, but {peer.instance_id} answers "
+            "(the prefill node restarted)"
+        )
+    check_compatible(peer, own)
+    return peer
 
 
-def _post(
+def _post_body(
     bootstrap_url: str, body: bytes, headers: dict[str, str], timeout: float
 ) -> tuple[int, str, bytes]:
-    """Status, signature and content of the answer; raises httpx.HTTPError."""
+    """Return status, signature and content of the answer. Raises httpx.HTTPError."""
     url = bootstrap_url.rstrip("/") + HANDSHAKE_PATH
     deadline = time.monotonic() + timeout
     content = b""
-    # httpx bounds each operation; connecting and reading get half of the time each.
+    # httpx limits each operation, so we give connecting and reading half of the time each.
     limits = httpx.Timeout(timeout / 2)
-    # Without trust_env: a proxy from the environment must not see node traffic.
+    # No trust_env, because a proxy from the environment must not see node traffic.
     with (
         httpx.Client(timeout=limits, trust_env=False) as client,
         client.stream("POST", url, content=body, headers=headers) as response,
@@ -135,25 +150,15 @@ def _post(
         return response.status_code, response.headers.get(SIGNATURE_HEADER, ""), content
 
 
-def _error_of(status: int, content: bytes, url: str) -> PDError:
+def _make_error(status: int, content: bytes, url: str) -> PDError:
     try:
         message = _error_decoder.decode(content).message
     except (msgspec.DecodeError, UnicodeDecodeError):
         message = f"status {status}"
     if status >= 500:
         return UnavailableError(f"{url} cannot shake hands now: {message}")
+    if status == HTTPStatus.BAD_REQUEST:
+        # A node of another release may only complain about an unknown field.
+        ours = describe_release(RELEASE)
+        message += f" (if it runs another release than this node, {ours}, {REMEDY})"
     return HandshakeError(f"{url} refused the handshake: {message}")
-
-
-def _checked(content: bytes, own: NodeInfo, expected_instance: str, url: str) -> NodeInfo:
-    try:
-        peer = _node_decoder.decode(content)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise HandshakeError(f"{url} did not answer with a NodeInfo: {error}") from error
-    if peer.instance_id != expected_instance:
-        raise HandshakeError(
-            f"instance differs: {expected_instance} was expected, but {peer.instance_id} answers "
-            "(the prefill node restarted)"
-        )
-    check_compatible(peer, own)
-    return peer

@@ -1,4 +1,4 @@
-"""The prefill nodes that a decode node knows, and the handshakes under way."""
+"""The prefill nodes known to a decode node, and the handshakes under way."""
 
 from __future__ import annotations
 
@@ -9,44 +9,44 @@ from typing import TYPE_CHECKING
 
 from pd.bootstrap.client import handshake
 from pd.core.errors import PDError, UnavailableError
-from pd.core.work_queue import WorkQueue
+from pd.util.work_queue import WorkQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd.core.node_info import NodeInfo
-    from pd.core.starvation import Patience
+    from pd.util.starvation import Patience
 
     Callback = Callable[[NodeInfo | PDError], None]
 
 logger = logging.getLogger(__name__)
 
-# A failed handshake is the answer to all demands for its peer until this time after its beginning.
-# The next demand tries again. The time counts from the beginning, since the state of a peer is
-# unknown after a handshake that timed out.
+# For this time we answer demands for a peer with its failed handshake. The next demand tries again.
+# The time counts from the beginning of the handshake, because after a timeout we do not know the
+# peer's state since then.
 FAILURE_SECONDS = 0.5
-# Threads for handshakes that requests need, and as many for those that none needs yet: each starts
-# when all others are taken. So many dead peers at once keep no other one waiting.
+# Threads for handshakes that requests need, and as many for handshakes ahead of need. A thread
+# starts if all others are busy. This many dead peers do not delay the handshake with another one.
 _WORKERS = 16
 _MAX_FAILURES = 1024
 
 _Key = tuple[str, str]
-# A peer, and whether only this node itself wants the handshake.
+# A peer, and whether the handshake is ahead of need.
 _Demand = tuple[_Key, bool]
 
 
 class PeerDirectory:
     """Prefill nodes by bootstrap URL and instance id. Thread-safe.
 
-    Requests that need the same node at the same time share one handshake. They neither share one
-    that began ahead of need, perhaps while a link was cut that has come back since, nor wait for
-    any such: those have threads of their own. A slow or dead node keeps a worker of each kind busy
-    for ``timeout`` seconds, which ``patience`` extends, and fails its own requests only.
+    Requests that need the same node at once share a handshake. They do not share or wait for a
+    handshake ahead of need, because it may have begun before a cut link came back. Handshakes ahead
+    of need have their own threads. A slow or dead node occupies one worker of each kind for
+    ``timeout`` seconds, extended by ``patience``, and fails only its own requests.
 
     Args:
         own: description of this node.
-        connect: called in the worker for each new peer before any caller gets it; an error that
-            it raises is the handshake's result.
+        connect: the worker calls this for each new peer before any caller gets the peer. If it
+            raises an error, the handshake fails with this error.
     """
 
     def __init__(
@@ -69,54 +69,53 @@ class PeerDirectory:
         self._needed = WorkQueue("pd-handshake", _WORKERS, self._shake_hands)
         self._ahead = WorkQueue("pd-handshake-ahead", _WORKERS, self._shake_hands)
 
-    def get(self, url: str, instance_id: str) -> NodeInfo | None:
-        """The peer if it is known; starts nothing."""
+    def get_peer(self, url: str, instance_id: str) -> NodeInfo | None:
+        """Return the peer if we know it. Starts no handshake."""
         with self._lock:
             return self._known.get((url, instance_id))
 
-    def request(
+    def request_peer(
         self, url: str, instance_id: str, callback: Callback, *, ahead: bool = False
     ) -> None:
-        """Have ``callback`` called once with the peer or with why there is none.
+        """Call ``callback`` once with the peer or an error.
 
-        It is called before this returns if the answer is known, otherwise in a worker thread. It
-        must not block. ``ahead``: no request needs the peer yet.
+        We call it before we return if we know the answer, and otherwise in a worker thread. It must
+        not block. ``ahead``: no request needs the peer yet.
         """
         key = (url, instance_id)
         demand = key, ahead
         with self._lock:
-            answer = self._answer(key)
+            answer = self._find_answer(key)
             if answer is None:
                 waiting = self._waiting.setdefault(demand, [])
                 waiting.append(callback)
                 if len(waiting) == 1:
-                    answer = self._begin(demand)
+                    answer = self._start_demand(demand)
         if answer is not None:
             callback(answer)
 
-    def forget(self, instance_id: str) -> None:
-        """The peer is gone or no longer knows us: the next demand shakes hands again."""
+    def forget_peer(self, instance_id: str) -> None:
+        """Forget a peer that is gone or has forgotten us. The next demand shakes hands again."""
         with self._lock:
             for key in [k for k in self._known if k[1] == instance_id]:
                 del self._known[key]
-            # What a handshake under way learns may be older than this.
+            # A handshake under way may have learned about the peer before this call.
             self._forgotten.update(d for d in self._waiting if d[0][1] == instance_id)
 
-    def peers(self) -> list[NodeInfo]:
-        """All known peers."""
+    def all_peers(self) -> list[NodeInfo]:
         with self._lock:
             return list(self._known.values())
 
     def close(self) -> None:
-        """Start no more handshakes; callers that wait for one get an error."""
+        """Start no more handshakes. Waiting callers get an error."""
         with self._lock:
             self._closed = True
         for work in (self._needed, self._ahead):
             work.close()
         for demand in list(self._waiting):
-            self._finish(demand, UnavailableError("this node is stopping"), time.monotonic())
+            self._finish_demand(demand, UnavailableError("this node is stopping"), time.monotonic())
 
-    def _answer(self, key: _Key) -> NodeInfo | PDError | None:
+    def _find_answer(self, key: _Key) -> NodeInfo | PDError | None:
         if key in self._known:
             return self._known[key]
         if self._closed:
@@ -126,9 +125,13 @@ class PeerDirectory:
             return failed[1]
         return None
 
-    def _begin(self, demand: _Demand) -> PDError | None:
-        """Have a worker take the first demand of its kind. Returns why none does, which is no
-        failure of the peer: the next demand tries again."""
+    def _start_demand(self, demand: _Demand) -> PDError | None:
+        """Give a demand to a worker.
+
+        Returns:
+            An error if no worker can start. It is not a failure of the peer, so the next demand
+            tries again.
+        """
         (url, _), ahead = demand
         try:
             (self._ahead if ahead else self._needed).put(demand)
@@ -157,12 +160,12 @@ class PeerDirectory:
             logger.warning("%s", error)
             result = error
         except Exception as error:
-            # Callers that wait for the handshake must get any failure.
+            # We catch everything, because callers wait for the result.
             logger.exception("handshake with %s failed", url)
             result = UnavailableError(f"handshake with {url} failed: {error}")
-        self._finish(demand, result, began)
+        self._finish_demand(demand, result, began)
 
-    def _finish(self, demand: _Demand, result: NodeInfo | PDError, began: float) -> None:
+    def _finish_demand(self, demand: _Demand, result: NodeInfo | PDError, began: float) -> None:
         key, _ = demand
         with self._lock:
             callbacks = self._waiting.pop(demand, [])

@@ -1,4 +1,4 @@
-"""Registry of a prefill node: the decode nodes that may send reservations, after a handshake."""
+"""Registry of a prefill node: decode nodes that may send reservations after a handshake."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Registry:
 
     Args:
         own: description of this node.
-        connect: called for each accepted node, before the handshake is answered; an error that it
-            raises refuses the node. Called again when a known node shakes hands again.
-        on_replaced: called with the instance id of a node whose place (message endpoint) a new
-            instance took, before ``connect`` is called for the new one.
+        connect: we call this for each accepted node before we answer the handshake, also if the
+            node is known already. If it raises an error, we refuse the node.
+        on_replaced: we call this with the instance id of a node whose message endpoint a new
+            instance has taken, before ``connect`` for the new one.
     """
 
     def __init__(
@@ -45,16 +45,16 @@ class Registry:
         self._unavailable = ""
 
     def set_draining(self) -> None:
-        """Accept no more handshakes: this node is about to stop."""
+        """Refuse handshakes, because this node is about to stop."""
         self._unavailable = "draining"
 
     def handshake(self, peer: NodeInfo) -> NodeInfo:
-        """Accept a decode node and return what it needs to know of this one.
+        """Accept a decode node and return the description of this one.
 
         Raises:
-            UnavailableError: starting or draining.
+            UnavailableError: this node is starting or draining.
             HandshakeError: the two cannot work together; the message names both values.
-            PDError: whatever ``connect`` raised.
+            PDError: an error raised by ``connect``.
         """
         if self._unavailable:
             raise UnavailableError(f"{self.own.instance_id} is {self._unavailable}")
@@ -64,11 +64,11 @@ class Registry:
                 f"{peer.instance_id} is a {peer.role} node"
             )
         check_compatible(self.own, peer)
-        # One at a time, so that callbacks of two instances at one endpoint cannot interleave.
+        # One at a time, because callbacks of two instances at one endpoint must not interleave.
         with self._handshakes:
-            for old in self._at(peer):
+            for old in self._list_replaced(peer):
                 logger.info("%s took the place of %s", peer.instance_id, old)
-                self.forget(old)
+                self.forget_peer(old)
                 self._on_replaced(old)
             self._connect(peer)
             with self._lock:
@@ -76,23 +76,21 @@ class Registry:
         logger.info("handshake with %s at %s", peer.instance_id, peer.endpoint)
         return self.own
 
-    def peers(self) -> list[NodeInfo]:
-        """Nodes that shook hands and were not forgotten since."""
+    def all_peers(self) -> list[NodeInfo]:
         with self._lock:
             return list(self._peers.values())
 
-    def get(self, instance_id: str) -> NodeInfo | None:
-        """A node that shook hands, if it is known."""
+    def get_peer(self, instance_id: str) -> NodeInfo | None:
         with self._lock:
             return self._peers.get(instance_id)
 
-    def forget(self, instance_id: str) -> None:
-        """The node is gone; it may shake hands again."""
+    def forget_peer(self, instance_id: str) -> None:
+        """Forget a node that is gone. It may shake hands again."""
         with self._lock:
             self._peers.pop(instance_id, None)
 
-    def _at(self, peer: NodeInfo) -> list[str]:
-        """Other instances that claimed the endpoint of ``peer``."""
+    def _list_replaced(self, peer: NodeInfo) -> list[str]:
+        """List other instances with the endpoint of ``peer``."""
         with self._lock:
             return [
                 known.instance_id

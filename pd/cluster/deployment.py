@@ -1,304 +1,250 @@
-"""A deployment that runs: its hosts, processes and layouts, and how it is stopped."""
+"""The operator's side of a deployment: starts, shows, changes and stops it through its control
+service, and records here how to reach the service. It never joins Ray."""
 
 from __future__ import annotations
 
-import signal
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, NamedTuple
+import contextlib
+import hashlib
+import importlib.util
+import re
+import secrets
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from pd.cluster import protocol, serving
-from pd.cluster.collect import collect_logs, collect_snapshots
-from pd.cluster.host import Host
-from pd.cluster.state import forget_state
-from pd.cluster.times import GRACE_SECONDS
+from pd.cluster import orders
+from pd.cluster.client import ControlAddress, ControlClient
+from pd.cluster.jobs import JobsServer, read_token
+from pd.cluster.local_ray import LocalRay, start_local_ray, stop_local_ray
+from pd.cluster.orders import NODE_ROLES, Source
+from pd.cluster.plans import STOP_ORDER
+from pd.cluster.supervisor import LEASE_SECONDS, make_state_directory
 from pd.core.errors import SetupError
+from pd.net.cluster_key import derive_control_keypairs, load_cluster_key
+from pd.util.children import module_command
+from pd.util.printable import escape_text
+from pd.util.secret_files import write_secret_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
+    from collections.abc import Collection, Sequence
 
-    from pd.cluster.protocol import ProcessState
-    from pd.cluster.state import ClusterState
+    from pd.cluster.orders import Process, ProcessState
+    from pd.cluster.spec import RaySettings
 
-_KILL_SECONDS = 5.0
-# When a host dies, its processes and its agent do not end at the very same moment.
-_SAME_DEATH_SECONDS = 2.0
-
-
-class Process:
-    """A process of the deployment. Its state is what the host knew last."""
-
-    def __init__(self, host: Host, name: str) -> None:
-        self.host, self.name = host, name
-
-    def __str__(self) -> str:
-        return f"{self.name} on host {self.host.name}"
-
-    @property
-    def state(self) -> ProcessState:
-        return self.host.processes[self.name]
-
-    @property
-    def running(self) -> bool:
-        """Whether it runs, as far as this machine can know."""
-        return not self.state.ended and not self.host.lost
-
-    @property
-    def has_left(self) -> bool:
-        """Whether it has ended as it may."""
-        return self.state.ended and self.state.may_end
-
-    @property
-    def local_url(self) -> str:
-        """The URL that it announced, which works on its own host."""
-        return self.state.ready.url if self.state.ready is not None else ""
-
-    @property
-    def url(self) -> str:
-        """URL of the process for other hosts; empty while the process is starting."""
-        return serving.public_url(self.local_url, self.host.address) if self.local_url else ""
+Report = Callable[[str], None]
+WAIT_SECONDS, GRACE_SECONDS = 600.0, 35.0
+_POLL_SECONDS, _RAY_SECONDS = 0.5, 120.0
+_MAX_LOG_BYTES, _SHOWN_LOG_BYTES = 64 << 20, 2000
+_PAGES: dict[str, Source] = {"metrics": "/metrics", "json": "/server_info"}
+# In the output of :mod:`pd.cluster.control`.
+_PORT_LINE = re.compile(r"^control service on port ([1-9]\d{1,4})$", re.M)
 
 
-class Layout(NamedTuple):
-    """Nodes behind one proxy."""
+class DeploymentRecord(msgspec.Struct):
+    """How this machine reaches a deployment, with the operator's secret key."""
 
-    nodes: list[Process]
-    proxy: Process | None
+    control: ControlAddress
+    keys: tuple[bytes, bytes]
+    ray: LocalRay | None = None
 
-    @property
-    def url(self) -> str:
-        """URL to which clients send requests; empty while there is none."""
-        return "" if self.proxy is None else self.proxy.url
+
+_RECORDS = msgspec.json.Decoder(DeploymentRecord)
 
 
 class Deployment:
-    """A run of a deployment. It is made by :func:`pd.cluster.start.up` or :func:`attach`.
+    """A deployment that is up, made by :func:`open_deployment` or :func:`find_deployment`.
 
-    As a context manager, it stops everything at the end.
-
-    Attributes:
-        hosts: by name; those that could not be reached are missing.
-        report: called with a line for people about what happens.
+    All methods raise SetupError. ``logs`` is the directory for logs and metrics when it stops.
     """
 
-    def __init__(
-        self,
-        state: ClusterState,
-        changed: threading.Condition,
-        hosts: dict[str, Host],
-        report: Callable[[str], None],
+    def __init__(self, name: str, record: DeploymentRecord) -> None:
+        self.name, self._record = name, record
+        self.client = ControlClient(record.control, record.keys)
+        self.logs = make_state_directory() / f"{name}.logs"
+
+    def read_states(self) -> list[ProcessState]:
+        """Ask for the states of all processes."""
+        return self.client.send_request(orders.ReadStates()).processes
+
+    def read_urls(self) -> dict[str, str]:
+        """Ask for the clients' URLs, by layout."""
+        return {s.layout: s.url for s in self.read_states() if s.role == "proxy"}
+
+    def check_processes(self) -> None:
+        """Raise SetupError with the names of processes and hosts if some do not serve."""
+        unready = find_unready([s for s in self.read_states() if s.role != "load"])
+        if unready:
+            raise SetupError("; ".join(unready.values()))
+
+    def start_processes(
+        self, processes: Sequence[Process], key: str, wait: float, report: Report
     ) -> None:
-        self.state, self.changed, self.hosts, self.report = state, changed, hosts, report
-        self._stopped = False
+        """Start processes, and wait until all serve and proxies use them."""
+        self.client.send_request(orders.Apply(list(processes), key))
+        names = [process.name for process in processes]
+        began, reported = time.monotonic(), ""
+        while unready := find_unready(states := self.read_states(), names):
+            seconds, text = time.monotonic() - began, "; ".join(unready.values())
+            failed = [s.name for s in states if s.state == "failed" and s.name in names]
+            for name in failed:
+                log = self._read_source(name, "log", -_SHOWN_LOG_BYTES).decode(errors="replace")
+                report(escape_text(log, keep="\n"))
+            if failed or seconds > wait:
+                raise SetupError(f"not ready after {seconds:.0f} s: {text}")
+            if text != reported:
+                reported = text
+                report(f"{seconds:3.0f} s, waiting for {text}")
+            time.sleep(_POLL_SECONDS)
 
-    def __enter__(self) -> Deployment:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.stop()
-
-    # ---- what runs
-
-    @property
-    def processes(self) -> list[Process]:
-        """All processes that have been started, by host."""
-        with self.changed:
-            return [Process(host, name) for host in self.hosts.values() for name in host.processes]
-
-    @property
-    def servers(self) -> list[Process]:
-        """Nodes and proxies, less those that have left."""
-        return [p for p in self.processes if p.state.layout and not p.has_left]
-
-    @property
-    def layouts(self) -> dict[str, Layout]:
-        """Layouts of which a process has been started, by name."""
-        found: dict[str, Layout] = {}
-        for process in self.servers:
-            layout = found.setdefault(process.state.layout, Layout([], None))
-            if process.state.role == "proxy":
-                found[process.state.layout] = layout._replace(proxy=process)
-            else:
-                layout.nodes.append(process)
-        return found
-
-    @property
-    def urls(self) -> dict[str, str]:
-        """URLs to which clients send requests, by layout."""
-        return {name: layout.url for name, layout in self.layouts.items()}
-
-    def check(self) -> None:
-        """Raises SetupError if a node or a proxy has ended or a host is lost, and names it."""
-        ended = next((p for p in self.servers if p.state.ended), None)
-        if ended is not None:
-            self.wait_for_loss()
-        for host in self.hosts.values():
-            if host.lost:
-                ran = [p.name for p in self.servers if p.host is host]
+    def remove_processes(self, names: Sequence[str], grace: float) -> None:
+        """Drain processes and wait until they have ended."""
+        self.client.send_request(orders.Remove(list(names), grace))
+        deadline = time.monotonic() + grace + _RAY_SECONDS
+        while left := [state for state in self.read_states() if state.name in names]:
+            if time.monotonic() > deadline or all(state.state == "lost" for state in left):
                 raise SetupError(
-                    f"{host} is lost: {host.lost}; it ran {', '.join(ran) or 'nothing'}"
+                    f"{', '.join(map(describe_process, left))}: not ended; if a host is gone for "
+                    "good, give --lost ADDRESS"
                 )
-        if ended is not None:
-            for line in ended.state.log:
-                self.report(f"  {line}")
-            raise SetupError(
-                f"{ended.name} on {ended.host} {how_it_ended(ended.state)}; its log is "
-                f"{ended.host.run_directory}/{ended.name}.log"
-            )
+            time.sleep(_POLL_SECONDS)
 
-    def wait_for_loss(self) -> None:
-        """Wait a moment for a host to be lost, which would explain the end of a process."""
-        with self.changed:
-            self.changed.wait_for(
-                lambda: any(host.lost for host in self.hosts.values()), _SAME_DEATH_SECONDS
-            )
+    def stop_all(self, grace: float, report: Report, lost: Sequence[str] = ()) -> None:
+        """Collect logs, stop everything in order, and forget the deployment.
 
-    def wait(self, seconds: float) -> None:
-        """Wait until something changes, and no longer than this."""
-        with self.changed:
-            self.changed.wait(seconds)
-
-    # ---- the end
-
-    def keep(self) -> None:
-        """Leave everything running when this process ends."""
-        for host in self.hosts.values():
-            host.tell(protocol.Keep())
-
-    def release(self) -> None:
-        """End the connections only."""
-        for host in self.hosts.values():
-            host.disconnect()
-
-    def stop(self, grace: float = GRACE_SECONDS) -> bool:
-        """Collect metrics, stop all processes in order, collect logs, and clean up on all hosts.
-
-        Returns False if a host was lost, so that what ran there may still run. Then the run is not
-        forgotten, so that ``down`` can be tried again.
+        ``lost``: addresses of hosts declared gone by the operator.
         """
-        if self._stopped:
-            return True
-        self._reconnect()
-        collect_snapshots(self.servers, self.logs, self.report)
-        orders = {process.state.stop_order for process in self.processes}
-        for order in sorted(orders, reverse=True):
-            self.stop_group([p for p in self.processes if p.state.stop_order == order], grace)
-        collect_logs(self.processes, self.logs, self.report)
-        with ThreadPoolExecutor(max(1, len(self.hosts))) as pool:
-            closed = list(pool.map(self._close, self.hosts.values()))
-        if all(closed) and self.hosts.keys() == self.state.hosts.keys():
-            forget_state(self.state)
-            self._stopped = True
-            return True
-        return False
-
-    @property
-    def logs(self) -> Path:
-        """The directory here into which logs and metrics are collected."""
-        return self.state.logs
-
-    def _reconnect(self) -> None:
-        """Connect again to hosts that were lost: maybe only the connection was, or the agent."""
-        lost = [host.name for host in self.hosts.values() if host.lost]
-        if not lost:
-            return
-        for name in lost:
-            self.hosts[name].disconnect()  # an agent that still lives stops its processes
-        known = {name: self.state.hosts[name] for name in lost}
-        state = msgspec.structs.replace(self.state, hosts=known)
-        found, problems = connect(state, self.changed, attach=True)
-        self.hosts |= found
-        for problem in problems.values():
-            self.report(problem)
-
-    def stop_group(self, group: Sequence[Process], grace: float) -> None:
-        """Stop these processes, and kill those that have not ended after ``grace`` seconds."""
-        self._signal(group, signal.SIGTERM)
-        if not self._wait_ended(group, grace):
-            late = [str(process) for process in group if process.running]
-            self.report(f"not ended within {grace:g} s, so killed: {', '.join(late)}")
-            self._signal(group, signal.SIGKILL)
-            self._wait_ended(group, _KILL_SECONDS)
-
-    def _signal(self, group: Sequence[Process], number: int) -> None:
-        for process in group:
-            if process.running:
-                try:
-                    process.host.signal(process.name, number)
-                except SetupError as error:
-                    self.report(error.message)
-
-    def _wait_ended(self, group: Sequence[Process], seconds: float) -> bool:
-        with self.changed:
-            return self.changed.wait_for(lambda: not any(p.running for p in group), seconds)
-
-    def _close(self, host: Host) -> bool:
         try:
-            host.tell(protocol.Close(remove=True))
+            states = self.read_states()
         except SetupError as error:
-            self.report(f"{error.message}; what ran there may still run")
-            return False
-        finally:
-            host.disconnect()
-        return True
+            # The head is gone, so nobody can stop the processes before their lease ends.
+            pause = 0.0 if lost else LEASE_SECONDS + grace
+            report(f"{error.message}; its processes end by themselves: waiting {pause:.0f} s")
+            self._remove_record()
+            time.sleep(pause)
+            return
+        for address in lost:
+            self.client.send_request(orders.DeclareLost(address))
+        self._collect_logs(states, report)
+        for roles in STOP_ORDER:
+            group = [state.name for state in states if state.role in roles]
+            if group:
+                self.remove_processes(group, grace)
+        self.client.send_request(orders.EndService())
+        self._remove_record()
+
+    def _remove_record(self) -> None:
+        self.client.close()
+        if self._record.ray is not None:
+            stop_local_ray(self._record.ray)
+        (make_state_directory() / f"{self.name}.json").unlink(missing_ok=True)
+
+    def _collect_logs(self, states: Sequence[ProcessState], report: Report) -> None:
+        """Write logs, metrics and descriptions to files. Decoding has checked the names."""
+        self.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for state in states:
+            with contextlib.suppress(SetupError, OSError):
+                log = b""
+                while len(log) < _MAX_LOG_BYTES:
+                    part = self._read_source(state.name, "log", len(log))
+                    if not part:
+                        break
+                    log += part
+                write_secret_file(self.logs / f"{state.name}.log", log)
+                for suffix, page in _PAGES.items() if state.url else ():
+                    data = self._read_source(state.name, page)
+                    write_secret_file(self.logs / f"{state.name}.{suffix}", data)
+        report(f"logs and metrics are in {self.logs}")
+
+    def _read_source(self, name: str, source: Source, offset: int = 0) -> bytes:
+        return self.client.send_request(orders.Read(name, source, offset)).data
 
 
-def how_it_ended(state: ProcessState) -> str:
-    """The end of a process in words."""
-    if state.status is None:
-        return "has ended"
-    if state.status < 0:
-        return f"was killed by {signal.Signals(-state.status).name}"
-    return f"ended with status {state.status}"
+def describe_process(state: ProcessState) -> str:
+    """Name a process and its host."""
+    return f"{state.name} on {escape_text(state.address) or 'no host yet'}"
 
 
-def connect(
-    state: ClusterState,
-    changed: threading.Condition,
-    *,
-    attach: bool = False,
-) -> tuple[dict[str, Host], dict[str, str]]:
-    """Connect to all hosts at once.
+def find_unready(
+    states: Sequence[ProcessState], names: Collection[str] | None = None
+) -> dict[str, str]:
+    """Say why processes (of these names) do not serve, by name."""
+    uses = {state.layout: state.uses for state in states if state.role == "proxy"}
+    unready: dict[str, str] = {}
+    for state in states:
+        reason = f"{state.state} {state.detail}".strip()
+        if state.state == "ready" and not state.detail:
+            reason = ""
+        if not reason and state.role in NODE_ROLES and state.url not in uses.get(state.layout, []):
+            reason = "not used by its proxy"
+        if reason and (names is None or state.name in names):
+            unready[state.name] = f"{describe_process(state)}: {escape_text(reason)}"
+    return unready
 
-    Returns the hosts that were reached, and why others were not, by name.
+
+def make_deployment_id(file: Path) -> str:
+    """Make the common name of all runs of a file."""
+    stem = re.sub(r"[^A-Za-z0-9]+", "-", file.stem).strip("-")[:32]
+    return f"{stem or 'cluster'}-{hashlib.sha256(bytes(file.resolve())).hexdigest()[:8]}"
+
+
+def find_deployment(name: str) -> Deployment | None:
+    """Find a deployment that is up. Raises SetupError if its record makes no sense."""
+    path = make_state_directory() / f"{name}.json"
+    try:
+        return Deployment(name, _RECORDS.decode(path.read_bytes()))
+    except FileNotFoundError:
+        return None
+    except msgspec.MsgspecError as error:
+        raise SetupError(f"{path}: {error}; remove it if nothing runs") from None
+
+
+def open_deployment(name: str, ray: RaySettings, trust_network: bool, report: Report) -> Deployment:
+    """Start a control service in a Ray cluster, or in a new one if there is no address.
+
+    It listens where the operator says and proves a key of the operator, so we take nothing but a
+    port from the cluster. Raises UsageError or SetupError.
     """
-
-    def open_host(name: str) -> Host:
-        known = state.hosts[name]
-        host = Host(name, known.reach, known.python, known.address, changed)
-        try:
-            host.open(
-                protocol.OpenRun(
-                    state.run_on(name),
-                    state.token_on(name),
-                    attach=attach,
-                    directory=known.directory,
-                )
-            )
-        except BaseException:
-            host.disconnect()
-            raise
-        return host
-
-    hosts: dict[str, Host] = {}
-    problems: dict[str, str] = {}
-    with ThreadPoolExecutor(max(1, len(state.hosts))) as pool:
-        opening = {name: pool.submit(open_host, name) for name in state.hosts}
-        for name, future in opening.items():
-            try:
-                hosts[name] = future.result()
-            except SetupError as error:
-                problems[name] = error.message
-    return hosts, problems
-
-
-def attach(
-    state: ClusterState, report: Callable[[str], None] = lambda line: None
-) -> tuple[Deployment, dict[str, str]]:
-    """A deployment that another process has started, and why hosts could not be reached."""
-    changed = threading.Condition()
-    hosts, problems = connect(state, changed, attach=True)
-    return Deployment(state, changed, hosts, report), problems
+    local, python = None, ray.python
+    if ray.address:
+        token = read_token()
+        server = JobsServer(ray.address, token)
+        if not trust_network and not (token and server.is_fenced):
+            problem = "its token would travel unencrypted: use a tunnel to this machine or https://"
+            if not token:
+                problem = "no token, so whoever reaches it runs code there: set RAY_AUTH_TOKEN_PATH"
+            raise SetupError(f"Ray cluster {ray.address}: {problem}, or give --trust-network")
+    else:
+        if importlib.util.find_spec("ray") is None:
+            raise SetupError("Ray is not installed here: pip install 'pd-serve[ray]'")
+        report("starting Ray on this machine")
+        local, python = start_local_ray(), sys.executable
+        server = JobsServer(local.address, local.read_token())
+    directory, run = make_state_directory(), secrets.token_hex(16)
+    own_key = directory / f"{name}.key"
+    try:
+        # Only a control service on this machine can read our own key.
+        if not ray.key_file:
+            write_secret_file(own_key, secrets.token_hex(32).encode())
+        key_file = Path(ray.key_file or own_key)
+        arguments = (name, run, server.host, ray.control_port, key_file)
+        command = [python, *module_command("pd.cluster.control", *arguments)[1:]]
+        port = _PORT_LINE.search(server.run_command(shlex.join(command), _RAY_SECONDS))
+        if port is None:
+            raise SetupError(f"Ray cluster {server.url}: the control service has named no port")
+        service, operator = derive_control_keypairs(load_cluster_key(key_file), run)
+        address = ControlAddress(server.host, int(port[1]), service[0].decode())
+        deployment = Deployment(name, record := DeploymentRecord(address, operator, local))
+        deployment.read_states()  # the answer proves the key
+        write_secret_file(directory / f"{name}.json", msgspec.json.encode(record))
+    except BaseException:
+        if local is not None:
+            stop_local_ray(local)
+        raise
+    finally:
+        own_key.unlink(missing_ok=True)
+    return deployment

@@ -1,187 +1,194 @@
-"""The YAML file of a deployment: hosts, layouts of nodes on them, and what they share."""
+"""The YAML file of a deployment. Errors name the key."""
 
 from __future__ import annotations
 
 import os
 import re
-import sys
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+import msgspec
+from msgspec import Meta
 
-from pd.cluster.reach import AnyReach, Local, NetworkNamespace, Ssh
 from pd.core.errors import UsageError
+from pd.net.cluster_key import load_cluster_key
+from pd.util.hints import suggest_name
+from pd.util.strict_yaml import read_yaml
 
-_NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$"
-_FLAG = r"^[a-z][a-z0-9_-]*$"
-_VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
-# What an option or a shell could not be mistaken for.
-_WORD = r"^[A-Za-z0-9_.:@%\[\]][A-Za-z0-9_.:@%\[\]-]*$"
-_ADDRESS = r"^[A-Za-z0-9.:-]+$"
-_DEVICE = r"^(auto|cpu|cuda(:\d+)?)$"
-# What text has to be, by its pattern.
-SHAPES = {
-    _NAME: "a name of up to 32 letters, digits, - and _",
-    _FLAG: "a flag in small letters without its dashes, such as page-size",
-    _VARIABLE: "the name of a variable",
-    _WORD: "one word such as user@10.0.0.2, of letters, digits and any of _.:@%[]-",
-    _ADDRESS: "an address or a host's name",
-    _DEVICE: "auto, cpu, cuda or cuda:N",
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+    from pathlib import Path
+
+Name = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9_-]{0,31}\Z")]
+Variable = Annotated[str, Meta(pattern=r"\A[A-Za-z_][A-Za-z0-9_]*\Z")]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Flags = dict[str, str | list[str]]
+# Flags set by other keys, and secrets, because a command line shows them to all users of a host.
+_KEYS_OF_FLAGS = {
+    "model": "model",
+    "host": "proxy.listen or hosts",
+    "advertise-host": "hosts",
+    "port": "ports (of the proxy: port)",
+    "bootstrap-port": "bootstrap_ports",
+    "transfer-backend": "transfer_backend",
+    "cluster-key-file": "cluster_key_file",
+    **dict.fromkeys(("prefill", "decode", "unified", "discover"), "nodes"),
+    "api-key": "pass_environment: [PD_API_KEY]",
+    "admin-api-key": "pass_environment: [PD_ADMIN_API_KEY]",
+    "config": "flags",
 }
 
-# Layouts and hosts give their names to processes and files.
-Name = Annotated[str, Field(pattern=_NAME)]
-Port = Annotated[int, Field(ge=0, le=65535, strict=True)]
-Role = Literal["prefill", "decode", "unified"]
-FlagValue = bool | int | float | str | list[int | float | str] | None
-Flags = dict[Annotated[str, Field(pattern=_FLAG)], FlagValue]
-Variable = Annotated[str, Field(pattern=_VARIABLE)]
-Word = Annotated[str, Field(pattern=_WORD)]
-Address = Annotated[str, Field(pattern=_ADDRESS)]
-LOOPBACK = re.compile(r"127\..*|localhost|::1")
+
+class Settings(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """A mapping of the file. We refuse unknown keys. docs/cluster.md describes all keys."""
 
 
-class _Settings(BaseModel):
-    """A mapping of the file. Unknown keys are refused."""
+class HostSettings(Settings, frozen=True):
+    """Members of the Ray cluster. ``node`` is an address, a host name or a Ray node's name."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
-
-
-class HostSettings(_Settings):
-    """A host, and how it is reached: exactly one of ``local``, ``netns`` and ``ssh``.
-
-    Attributes:
-        port, identity, known_hosts: for ssh; ssh's own configuration otherwise.
-        address: by which the other hosts reach it.
-        directory: where commands run, so that relative paths mean the same as there.
-        python: interpreter of an environment in which pd is installed.
-        model: where the model is on this host, if not where the deployment's ``model`` says.
-        environment: added to that of every process.
-    """
-
-    local: Literal[True] | None = None
-    netns: Word | None = None
-    ssh: Word | None = None
-    port: Port | None = None
-    identity: Path | None = None
-    known_hosts: Path | None = None
-    address: Address | None = None
+    node: str = ""
+    labels: dict[str, str] = {}
     directory: str = ""
-    python: str | None = None
-    model: str | None = None
+    model: str = ""
     environment: dict[Variable, str] = {}
 
-    @property
-    def public_address(self) -> str:
-        """The address that other hosts use; a loopback address if there is none."""
-        if self.address is not None:
-            return self.address
-        return (self.ssh or "127.0.0.1").rpartition("@")[2].strip("[]")
 
-    @property
-    def reach(self) -> AnyReach:
-        """The way to the host."""
-        if self.netns is not None:
-            return NetworkNamespace(self.netns)
-        if self.ssh is None:
-            return Local()
-        identity, known = (str(p) if p else None for p in (self.identity, self.known_hosts))
-        return Ssh(self.ssh, self.port, identity, known)
+class NodeSettings(Settings, frozen=True):
+    """``count`` nodes of one role with ``gpus`` GPUs each; on any host if none is named."""
 
-    @property
-    def interpreter(self) -> str:
-        """The Python interpreter there."""
-        return self.python or ("python3" if self.ssh is not None else sys.executable)
-
-    @property
-    def on_loopback(self) -> bool:
-        return LOOPBACK.fullmatch(self.public_address) is not None
-
-
-class NodeSettings(_Settings):
-    """Nodes of one role on one host.
-
-    Attributes:
-        devices: dealt out in turn to the ``count`` nodes; the node's choice if there are none.
-        ports, bootstrap_ports: one for each node; free ones if there are none.
-    """
-
-    role: Role
-    host: Name
-    count: Annotated[int, Field(ge=1, le=256, strict=True)] = 1
-    devices: list[Annotated[str, Field(pattern=_DEVICE)]] = []
+    role: Literal["prefill", "decode", "unified"]
+    host: str = ""
+    count: Annotated[int, Meta(ge=1, le=256)] = 1
+    gpus: Annotated[float, Meta(ge=0, le=64)] = 0
     ports: list[Port] = []
     bootstrap_ports: list[Port] = []
     flags: Flags = {}
 
 
-class ProxySettings(_Settings):
-    """The proxy of a layout.
+class ProxySettings(Settings, frozen=True):
+    """The proxy of a layout. ``port`` 0 picks a free one."""
 
-    Attributes:
-        listen: address to listen on; others than this host's programs reach it only if this is
-            not a loopback address.
-        port: 0 picks a free one.
-    """
-
-    host: Name
-    listen: Address = "127.0.0.1"
+    host: str = ""
+    listen: str = "127.0.0.1"
     port: Port = 0
     flags: Flags = {}
 
 
-class LayoutSettings(_Settings):
-    """Nodes behind one proxy."""
+class LayoutSettings(Settings, frozen=True):
+    """Nodes of one proxy."""
 
-    nodes: Annotated[list[NodeSettings], Field(min_length=1)]
-    proxy: ProxySettings
+    nodes: Annotated[list[NodeSettings], Meta(min_length=1)]
+    proxy: ProxySettings = ProxySettings()
 
 
-class ClusterSpec(_Settings):
-    """A deployment.
+class RaySettings(Settings, frozen=True):
+    """The Ray cluster by its dashboard's address. Without one, ``up`` starts it on this machine.
 
-    Attributes:
-        flags: of every node; a node's own flags win.
-        cluster_key_file: a file here, which is written to every host. Without one, a key is made
-            for each run.
-        pass_environment: variables of the command ``up`` that every process gets.
-        share_devices: nodes may have the same GPU.
-        load: hosts from which the harness sends requests.
+    ``key_file`` is a path of the operator's key, here and on the head; the head runs ``python``.
     """
 
+    address: str = ""
+    key_file: str = ""
+    control_port: Port = 0
+    python: str = "python3"
+
+
+class ClusterSpec(Settings, frozen=True):
+    """A deployment. ``flags`` are of every node, but a node's own win; ``load`` names hosts."""
+
     model: str
-    transfer_backend: str | None = None
+    layouts: Annotated[dict[Name, LayoutSettings], Meta(min_length=1)]
+    ray: RaySettings = RaySettings()
+    transfer_backend: str = ""
     flags: Flags = {}
-    cluster_key_file: Path | None = None
+    cluster_key_file: str = ""
     pass_environment: list[Variable] = []
-    share_devices: bool = False
-    hosts: Annotated[dict[Name, HostSettings], Field(min_length=1)]
-    layouts: Annotated[dict[Name, LayoutSettings], Field(min_length=1)]
-    load: list[Name] = []
-
-    def used_hosts(self, *, with_load: bool) -> list[str]:
-        """Names of the hosts that run something, in the order of the file."""
-        used = {node.host for layout in self.layouts.values() for node in layout.nodes}
-        used |= {layout.proxy.host for layout in self.layouts.values()}
-        used |= set(self.load) if with_load else set()
-        return [name for name in self.hosts if name in used]
-
-    def environment_of(self, host: str) -> dict[str, str]:
-        """Variables of a host's processes beside those of its agent."""
-        passed = {name: os.environ[name] for name in self.pass_environment if name in os.environ}
-        return passed | self.hosts[host].environment
-
-    def is_on_loopback(self) -> bool:
-        """No node listens beyond this machine."""
-        return all(self.hosts[name].on_loopback for name in self.used_hosts(with_load=False))
+    hosts: dict[Name, HostSettings] = {}
+    load: list[str] = []
 
 
-def spelled(flags: Flags) -> Flags:
-    """Page_size and page-size are one flag."""
-    return {name.replace("_", "-"): value for name, value in flags.items()}
+def load_spec(path: Path, known_flags: Mapping[str, Collection[str]] | None = None) -> ClusterSpec:
+    """Read and check a file.
+
+    Args:
+        known_flags: the flags of each command, without dashes; None does not check them.
+
+    Raises UsageError with the key's name if the file cannot be read or a value cannot work.
+    """
+    raw = read_yaml(path)
+    try:
+        if isinstance(raw, dict) and "nodes" in raw and "layouts" not in raw:
+            main = {key: raw.pop(key) for key in ("nodes", "proxy") if key in raw}
+            raw["layouts"] = {"main": main}
+        spec = msgspec.convert(raw, ClusterSpec, strict=False)
+        _check_values(spec, known_flags or {})
+        if spec.cluster_key_file:
+            key_file = (path.parent / os.path.expanduser(spec.cluster_key_file)).resolve()
+            load_cluster_key(key_file)
+            spec = msgspec.structs.replace(spec, cluster_key_file=str(key_file))
+    except UsageError as error:
+        raise UsageError(f"{path}: {error.message}") from None
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{path}: {error}{_hint_at(str(error))}") from None
+    return spec
 
 
-def refuse(where: str, problem: str) -> UsageError:
-    """The error for a value of the file."""
-    return UsageError(f"{where}: {problem}")
+def _hint_at(problem: str) -> str:
+    unknown = re.search(r"unknown field `(\w+)`", problem)
+    kinds = (ClusterSpec, HostSettings, NodeSettings, ProxySettings, LayoutSettings, RaySettings)
+    keys = {key for kind in kinds for key in kind.__struct_fields__}
+    return suggest_name(unknown[1], keys) if unknown else ""
+
+
+def _check_values(spec: ClusterSpec, known_flags: Mapping[str, Collection[str]]) -> None:
+    """Check everything beyond the schema. Raises UsageError."""
+    for name, host in spec.hosts.items():
+        if not host.node and not host.labels:
+            raise UsageError(f"hosts.{name}: give node (address or name of a Ray node) or labels")
+    named = [("load", name) for name in spec.load]
+    roles = {node.role for layout in spec.layouts.values() for node in layout.nodes}
+    flags: list[tuple[str, str, Flags]] = [("flags", role, spec.flags) for role in sorted(roles)]
+    for name, layout in spec.layouts.items():
+        where = f"layouts.{name}"
+        named.append((f"{where}.proxy.host", layout.proxy.host))
+        flags.append((f"{where}.proxy.flags", "proxy", layout.proxy.flags))
+        for index, node in enumerate(layout.nodes):
+            named.append((f"{where}.nodes[{index}].host", node.host))
+            flags.append((f"{where}.nodes[{index}].flags", node.role, node.flags))
+            for key, ports in (("ports", node.ports), ("bootstrap_ports", node.bootstrap_ports)):
+                if ports and len(ports) != node.count:
+                    problem = f"{len(ports)} ports for {node.count} nodes"
+                    raise UsageError(f"{where}.nodes[{index}].{key}: {problem}")
+        check_halves(f"{where}.nodes", layout, spec.flags)
+    for where, name in named:
+        if name and name not in spec.hosts:
+            raise UsageError(f"{where}: no host {name}{suggest_name(name, spec.hosts)}")
+    for where, command, given in flags:
+        _check_flags(where, command, given, known_flags.get(command))
+    environments = [host.environment for host in spec.hosts.values()]
+    for variable in spec.pass_environment:
+        # An empty key would be as bad: a proxy would serve everybody.
+        if not os.environ.get(variable) and not all(e.get(variable) for e in environments or [{}]):
+            raise UsageError(f"pass_environment: {variable} is not set; set it or leave it out")
+
+
+def check_halves(where: str, layout: LayoutSettings, flags: Flags, absent: str = "") -> None:
+    """Refuse a layout that cannot both prefill and decode (without the role ``absent``)."""
+    halves = {"prefill", "decode"}
+    for node in layout.nodes:
+        elastic = (flags | node.flags).get("elastic") == "auto"
+        if node.role != absent:
+            halves -= halves if elastic or node.role == "unified" else {node.role}
+    for role in sorted(halves):
+        raise UsageError(f"{where}: no {role} node: add one, or one of role unified")
+
+
+def _check_flags(where: str, command: str, flags: Flags, known: Collection[str] | None) -> None:
+    for name, value in flags.items():
+        spelled = name.replace("_", "-")
+        if spelled in _KEYS_OF_FLAGS:
+            raise UsageError(f"{where}.{name}: this flag is set by {_KEYS_OF_FLAGS[spelled]}")
+        if known is not None and spelled not in known:
+            hint = suggest_name(spelled, known)
+            raise UsageError(f"{where}: pd-launch {command} has no flag --{spelled}{hint}")
+        if value in ("", "null", "~"):
+            raise UsageError(f"{where}.{name}: no value; give one (true for a switch)")

@@ -1,1 +1,1 @@
-"""One file per command of ``pd-launch``."""
+"""Commands of ``pd-launch``, one file each."""

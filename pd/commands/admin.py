@@ -1,4 +1,4 @@
-"""``pd-launch admin``: what an operator asks of one node."""
+"""``pd-launch admin``: an operator's request to one node."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Requests are signed with the cluster key, for this node and this moment; the key
 
 
 class Action(NamedTuple):
-    """A POST of the nodes' administration."""
+    """A POST request of the nodes' administration."""
 
     path: str
     body: bytes = b""
@@ -44,44 +44,46 @@ ACTIONS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
+    """Add the command's arguments."""
     parser.usage = "%(prog)s ACTION URL [--cluster-key-file FILE]"
     parser.epilog = _EXAMPLES
     parser.add_argument("action", choices=tuple(ACTIONS), metavar="ACTION", help=", ".join(ACTIONS))
-    parser.add_argument("url", type=types.node_url, metavar="URL", help="the node's HTTP address")
+    parser.add_argument(
+        "url", type=types.parse_node_url, metavar="URL", help="the node's HTTP address"
+    )
     parser.add_argument(
         "--cluster-key-file",
-        type=types.path,
+        type=types.parse_path,
         metavar="FILE",
         help="the nodes' secret; needed if they have one",
     )
     parser.add_argument(
         "--instance-id",
         metavar="ID",
-        help="only if this instance still answers there (default: whichever does)",
+        help="only act if this instance still answers there (default: whichever does)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ask the node and print its answer. Raises SetupError if it cannot be reached or refuses."""
+    """Ask the node and print its answer. Raises SetupError if it is unreachable or refuses."""
     import httpx
 
-    from pd.core.cluster_key import admin_key, load_cluster_key
+    from pd.net.cluster_key import derive_admin_key, load_cluster_key
 
     path = args.cluster_key_file
-    key = admin_key(None if path is None else load_cluster_key(path))
-    # Without trust_env: a proxy from the environment must not see node traffic.
+    key = derive_admin_key(None if path is None else load_cluster_key(path))
+    # We ignore proxies of the environment, because they must not see node traffic.
     with httpx.Client(base_url=args.url, timeout=TIMEOUT_SECONDS, trust_env=False) as client:
         try:
-            instance_id = args.instance_id or _instance_id(client)
-            answer = _ask(client, ACTIONS[args.action], key, instance_id)
+            instance_id = args.instance_id or _read_instance_id(client)
+            answer = _send_action(client, ACTIONS[args.action], key, instance_id)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise SetupError(f"cannot ask {args.url}: {error or type(error).__name__}") from None
     print(json.dumps({"instance_id": instance_id} | answer))
     return 0
 
 
-def _instance_id(client: httpx.Client) -> str:
+def _read_instance_id(client: httpx.Client) -> str:
     try:
         return str(client.get("/server_info").raise_for_status().json()["instance_id"])
     except (ValueError, KeyError, TypeError):
@@ -89,15 +91,15 @@ def _instance_id(client: httpx.Client) -> str:
         raise SetupError(f"{client.base_url} is no node: {reason}") from None
 
 
-def _ask(
+def _send_action(
     client: httpx.Client, action: Action, key: bytes | None, instance_id: str
 ) -> dict[str, object]:
-    """The node's answer. Raises SetupError for a refusal and for an answer without proof."""
-    from pd.core.signed_requests import SIGNATURE_HEADER, check_reply, signed_headers
+    """Return the node's answer. Raises SetupError for a refusal or an answer without proof."""
+    from pd.net.signed_requests import SIGNATURE_HEADER, check_reply, sign_headers
 
     headers, nonce = {"Content-Type": "application/json"}, ""
     if key is not None:
-        signed, nonce = signed_headers(key, "POST", action.path, instance_id, action.body)
+        signed, nonce = sign_headers(key, "POST", action.path, instance_id, action.body)
         headers |= signed
     response = client.post(action.path, content=action.body, headers=headers)
     content, signature = response.content, response.headers.get(SIGNATURE_HEADER, "")

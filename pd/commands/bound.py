@@ -1,4 +1,4 @@
-"""``python -m pd.commands.bound PID ARGUMENTS…``: ``pd-launch`` that ends with its parent, PID."""
+"""``python -m pd.commands.bound PID ARGUMENTS…``: ``pd-launch`` that ends with its parent PID."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    """Run the command; SIGTERM comes when the parent has ended, however it has."""
+    """Run the command, and get SIGTERM when the parent has ended in any way."""
     parent = int(sys.argv.pop(1))
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it ended before that was asked for
+        if os.getppid() != parent:  # it ended before we asked for the signal
             return 1
     return launch()
 

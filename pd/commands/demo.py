@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import signal
 import sys
 import time
 from dataclasses import dataclass, field
@@ -16,20 +14,18 @@ from pd.commands import parser as types
 from pd.commands.proxy import API_KEY_VARIABLE
 from pd.core.errors import SetupError
 from pd.embedded import EMBEDDED_MODEL
+from pd.util.output import unwrap_stream
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterable, Iterator
-    from types import FrameType
-
-    import httpx
 
     from pd.commands.processes import Children, LaunchedProcess
 
 TEXT = "one prefill node, one decode node and a proxy on this machine"
 QUESTION = "What does the prefill node do?"
 MAX_TOKENS = 128
-# More than a tiny model gains from only makes its threads wait for each other.
+# With more threads a tiny model gains nothing, because they wait for each other.
 _MAX_THREADS = 4
 _QUIET_SECONDS = 2.0
 
@@ -44,72 +40,65 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EXAMPLES
     parser.add_argument("--serve", action="store_true", help="keep serving after the answer")
-    parser.add_argument("--prompt", default=QUESTION, metavar="TEXT", help="what to ask")
+    parser.add_argument("--prompt", default=QUESTION, metavar="TEXT", help="question to ask")
     parser.add_argument(
-        "--port", type=types.port, default=0, help="of the proxy (default: a free one)"
+        "--port", type=types.parse_port, default=0, help="port of the proxy (default: a free one)"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start everything, ask, show, stop. Raises SetupError if anything failed."""
+    """Start everything, ask, show and stop. Raises SetupError if anything failed."""
     import tempfile
 
-    from pd.commands.processes import Children
+    from pd.commands.processes import ENDING, Children, interrupt_on
 
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # --prompt may hold any character
-    # SIGINT too: a script's background jobs start with it ignored.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
-    with tempfile.TemporaryDirectory(prefix="pd-demo-") as directory:
+    # We also handle SIGINT, because background jobs of scripts start with it ignored.
+    with (
+        interrupt_on(*ENDING),
+        tempfile.TemporaryDirectory(prefix="pd-demo-") as directory,
+    ):
         children = Children(Path(directory))
         try:
-            return _demo(args, children)
+            return _run_demo(args, children)
         finally:
             try:
-                say("\nstopping")
+                print_text("\nstopping")
             finally:
                 children.stop()
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
-def _demo(args: argparse.Namespace, children: Children) -> int:
-    say("model         the one that comes with pd: small, trained, and at home in this system only")
-    proxy, decode = _start(args.port, children)
-    # Fresh processes shake hands, compile the chat template and so on; what is shown is the rest.
-    ask(proxy.url, "Hello", show=False)
-    say(f"\n{args.prompt}\n")
-    before = Times.read(proxy.url, decode.url)
-    answer = ask(proxy.url, args.prompt)
-    say("")
-    _show_times(answer, before, Times.read(proxy.url, decode.url))
+def _run_demo(args: argparse.Namespace, children: Children) -> int:
+    print_text("model         the one that comes with pd: small, trained to answer about pd only")
+    proxy, decode = _start_processes(args.port, children)
+    # New processes shake hands, compile the chat template and so on. We exclude this from the
+    # times.
+    ask_question(proxy.url, "Hello", show=False)
+    print_text(f"\n{args.prompt}\n")
+    before = Times.read_metrics(proxy.url, decode.url)
+    answer = ask_question(proxy.url, args.prompt)
+    print_text("")
+    _show_times(answer, before, Times.read_metrics(proxy.url, decode.url))
     if args.serve:
-        _serve(proxy.url, children)
+        _serve_until_interrupt(proxy.url, children)
     return 0
 
 
-def _start(port: int, children: Children) -> tuple[LaunchedProcess, LaunchedProcess]:
-    """The proxy and the decode node, ready."""
+def _start_processes(port: int, children: Children) -> tuple[LaunchedProcess, LaunchedProcess]:
+    """Start the proxy and the decode node, and wait until they are ready."""
+    threads = max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // 2))
     flags = ["--model", EMBEDDED_MODEL, "--device", "cpu"]
-    flags += ["--port", 0, "--kv-cache-tokens", 16384, "--cpu-threads", _threads()]
+    flags += ["--port", 0, "--kv-cache-tokens", 16384, "--cpu-threads", threads]
     prefill = children.start("prefill node", "prefill", *flags, "--bootstrap-port", 0)
     decode = children.start("decode node", "decode", *flags)
-    _wait(children, prefill, decode)
+    _wait_ready(children, prefill, decode)
     proxy = children.start(
         "proxy", "proxy", "--port", port, "--prefill", prefill.url, "--decode", decode.url
     )
-    _wait(children, proxy)
+    _wait_ready(children, proxy)
     return proxy, decode
 
 
-def _threads() -> int:
-    return max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // 2))
-
-
-def _wait(children: Children, *started: LaunchedProcess) -> None:
+def _wait_ready(children: Children, *started: LaunchedProcess) -> None:
     names = " and ".join(child.name for child in started)
     last = -1
 
@@ -118,16 +107,16 @@ def _wait(children: Children, *started: LaunchedProcess) -> None:
         if seconds < _QUIET_SECONDS or int(seconds) == last:
             return
         if sys.stdout.isatty():
-            say(f"\rstarting {names}: {int(seconds)} s", end="")
+            _rewrite_line(f"\rstarting {names}: {int(seconds)} s")
         elif last < 0:
-            say(f"starting {names} ...")
+            print_text(f"starting {names} ...")
         last = int(seconds)
 
     children.wait_ready(started, progress)
     if last >= 0 and sys.stdout.isatty():
-        say("\r\x1b[K", end="")
+        _rewrite_line("\r\x1b[K")
     for child in started:
-        say(f"{child.name:13} {child.url}  (ready after {child.seconds:.1f} s)")
+        print_text(f"{child.name:13} {child.url}  (ready after {child.seconds:.1f} s)")
 
 
 # ---- the question
@@ -135,15 +124,15 @@ def _wait(children: Children, *started: LaunchedProcess) -> None:
 
 @dataclass
 class StreamedAnswer:
-    """Measurements of one answer; times in seconds since the request was sent."""
+    """Measurements of one answer; times in seconds since we sent the request."""
 
     first_token: float = 0.0
     total: float = 0.0
     usage: dict[str, int] = field(default_factory=dict)
 
 
-def ask(url: str, prompt: str, *, show: bool = True) -> StreamedAnswer:
-    """Stream a chat completion to standard output. Raises SetupError if it does not end well."""
+def ask_question(url: str, prompt: str, *, show: bool = True) -> StreamedAnswer:
+    """Stream a chat completion to standard output. Raises SetupError if it ends with an error."""
     import httpx
 
     body = {
@@ -154,35 +143,30 @@ def ask(url: str, prompt: str, *, show: bool = True) -> StreamedAnswer:
         "stream_options": {"include_usage": True},
     }
     answer = StreamedAnswer()
-    # Without trust_env: an HTTP proxy from the environment has no business on loopback.
-    with httpx.Client(trust_env=False, timeout=60.0, headers=_headers()) as client:
+    # We ignore proxies of the environment, because they have no business on loopback.
+    with httpx.Client(trust_env=False, timeout=60.0, headers=_make_headers()) as client:
         began = time.monotonic()
         try:
             with client.stream("POST", f"{url}/v1/chat/completions", json=body) as response:
                 if response.status_code != 200:
-                    raise SetupError(
-                        f"the proxy answered {response.status_code}: {_read(response)}"
-                    )
+                    text = response.read().decode(errors="replace")
+                    raise SetupError(f"the proxy answered {response.status_code}: {text}")
                 for text in _read_stream(response.iter_lines(), answer, began):
                     if show:
-                        say(printable(text), end="")
+                        print_text(mask_controls(text), end="")
         except httpx.HTTPError as error:
             raise SetupError(f"the answer broke off: {error or type(error).__name__}") from error
     answer.total = time.monotonic() - began
     return answer
 
 
-def _headers() -> dict[str, str]:
+def _make_headers() -> dict[str, str]:
     key = os.environ.get(API_KEY_VARIABLE)
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def _read(response: httpx.Response) -> str:
-    return response.read().decode(errors="replace")
-
-
 def _read_stream(lines: Iterable[str], answer: StreamedAnswer, began: float) -> Iterator[str]:
-    """The pieces of the answer as they arrive."""
+    """Yield the pieces of the answer as they arrive."""
     for line in lines:
         data = line.removeprefix("data: ")
         if data == "[DONE]":
@@ -199,8 +183,8 @@ def _read_stream(lines: Iterable[str], answer: StreamedAnswer, began: float) -> 
     raise SetupError("the answer ended without [DONE]")
 
 
-def printable(text: str) -> str:
-    """The text with a dot for each character that would move the cursor or ring the bell."""
+def mask_controls(text: str) -> str:
+    """Replace characters that would move the cursor or ring the bell by dots."""
     return "".join(c if c.isprintable() or c == "\n" else "·" for c in text)
 
 
@@ -214,15 +198,15 @@ class Times(NamedTuple):
     moved: float
 
     @classmethod
-    def read(cls, proxy: str, decode: str) -> Times:
+    def read_metrics(cls, proxy: str, decode: str) -> Times:
         """Read the sums from the metrics of the proxy and the decode node."""
         stages = read_metric(proxy, "pd_proxy_stage_seconds_sum", "stage")
         return cls(stages, read_metric(decode, "pd_transferred_bytes_total")[""])
 
 
 def _show_times(answer: StreamedAnswer, before: Times, after: Times) -> None:
-    """Print where the time went. The nodes have no other client, so that the differences of the
-    sums are this request's."""
+    """Print where the time went. The nodes have no other client, so the growth of their sums is due
+    to this request."""
     milliseconds = {s: (t - before.stages[s]) * 1e3 for s, t in after.stages.items()}
     kib = (after.moved - before.moved) / 1024
     prompt, output = answer.usage["prompt_tokens"], answer.usage["completion_tokens"]
@@ -234,16 +218,17 @@ def _show_times(answer: StreamedAnswer, before: Times, after: Times) -> None:
         ("transfer", f"decode node: until {kib:.0f} KiB of KV cache had arrived"),
         ("decode", f"decode node: {later} tokens, {milliseconds['decode'] / later:.1f} ms each"),
     ]
-    say("\nwhere the time went (both nodes begin at once, so their rows overlap)\n")
+    print_text("\nwhere the time went (both nodes begin at once, so their rows overlap)\n")
     for stage, text in rows:
-        say(f"  {stage:10} {milliseconds[stage]:9.1f} ms   {text}")
-    say(f"  {'':10} {'-' * 12}")
-    say(f"  {'TTFT':10} {answer.first_token * 1e3:9.1f} ms   until the client saw the first token")
-    say(f"  {'total':10} {answer.total * 1e3:9.1f} ms   until the client had the whole answer")
+        print_text(f"  {stage:10} {milliseconds[stage]:9.1f} ms   {text}")
+    ttft, total = answer.first_token * 1e3, answer.total * 1e3
+    print_text(f"  {'':10} {'-' * 12}")
+    print_text(f"  {'TTFT':10} {ttft:9.1f} ms   until the client saw the first token")
+    print_text(f"  {'total':10} {total:9.1f} ms   until the client had the whole answer")
 
 
 def read_metric(url: str, name: str, label: str = "") -> dict[str, float]:
-    """Samples of a metric by the value of one label. Raises SetupError if it is not there."""
+    """Return the samples of a metric by the value of one label. Raises SetupError without any."""
     import httpx
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -251,31 +236,38 @@ def read_metric(url: str, name: str, label: str = "") -> dict[str, float]:
         text = httpx.get(f"{url}/metrics", trust_env=False, timeout=10.0).raise_for_status().text
     except httpx.HTTPError as error:
         raise SetupError(f"no metrics from {url}: {error or type(error).__name__}") from error
-    found = {
+    samples = {
         sample.labels.get(label, ""): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
         if sample.name == name
     }
-    if not found:
+    if not samples:
         raise SetupError(f"{url}/metrics has no {name}")
-    return found
+    return samples
 
 
-def _serve(url: str, children: Children) -> None:
-    """Serve until Ctrl-C. Raises SetupError if a process ends by itself."""
-    # The shell puts the key in; a terminal's lines may be read by others.
-    key = f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"' if _headers() else ""
-    say(f"\nserving at {url} until Ctrl-C; try\n")
-    say(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\")
-    say("""    -d '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}'\n""")
+def _serve_until_interrupt(url: str, children: Children) -> None:
+    """Serve until Ctrl-C. Raises SetupError if a process ends on its own."""
+    # We print the variable instead of the key, because others may read the terminal.
+    key = f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"' if _make_headers() else ""
+    print_text(f"\nserving at {url} until Ctrl-C; try\n")
+    print_text(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\")
+    print_text(
+        """    -d '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}'\n"""
+    )
     try:
         while True:
-            children.check()
+            children.check_alive()
             time.sleep(0.2)
     except KeyboardInterrupt:
         return
 
 
-def say(text: str, end: str = "\n") -> None:
+def print_text(text: str, end: str = "\n") -> None:
     print(text, end=end, flush=True)
+
+
+def _rewrite_line(text: str) -> None:
+    """Overwrite the current line of the terminal."""
+    print(text, end="", flush=True, file=unwrap_stream(sys.stdout))

@@ -1,9 +1,11 @@
-"""Flags that set the fields of a configuration class, whose defaults they take from there."""
+"""Flags for the fields of a configuration class, whose defaults they share."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import TYPE_CHECKING
+
+from pd.commands import parser as types
 
 if TYPE_CHECKING:
     import argparse
@@ -16,7 +18,8 @@ class ConfigFlags:
     """Adds flags in groups. A flag ``--page-size`` has the default of the field ``page_size``.
 
     Args:
-        config: a dataclass; flags that none of its fields is named after are None when not given.
+        config: a dataclass. The default is None for a flag without a field, and for a field that is
+            an empty text by default.
     """
 
     def __init__(self, parser: argparse.ArgumentParser, config: type[DataclassInstance]) -> None:
@@ -25,15 +28,15 @@ class ConfigFlags:
         self._group: argparse._ArgumentGroup = parser.add_argument_group()
 
     def start_group(self, title: str) -> None:
-        """Flags added from now on stand under this title in the help text."""
+        """Put the following flags under this title in the help text."""
         self._group = self._parser.add_argument_group(title)
 
-    def add(
+    def add_flag(
         self,
         flag: str,
         help: str,
         *,
-        type: Callable[[str], object] = str,
+        type: Callable[[str], object] = types.parse_text,
         choices: Iterable[str] | None = None,
         metavar: str | None = None,
         repeated: bool = False,
@@ -42,11 +45,18 @@ class ConfigFlags:
         """Add one flag. A field that is False by default makes it a switch.
 
         Args:
-            repeated: the flag may be given several times, and its values make a list.
-            more: further settings of :meth:`argparse.ArgumentParser.add_argument`; ``default``
-                replaces that of a field whose type differs from the flag's.
+            repeated: whether the flag may be given several times; its values form a list.
+            more: further arguments of :meth:`argparse.ArgumentParser.add_argument`; ``default``
+                replaces the field's if their types differ.
         """
-        default = more.pop("default", self._default(flag))
+        field = self._fields.get(flag.removeprefix("--").replace("-", "_"))
+        default: object = None
+        if field is not None and field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        elif field is not None and field.default not in (dataclasses.MISSING, ""):
+            # argparse would treat an empty text as a given one.
+            default = field.default
+        default = more.pop("default", default)
         if default is False:
             self._group.add_argument(flag, action="store_true", help=help)
             return
@@ -58,13 +68,5 @@ class ConfigFlags:
             choices=choices,
             metavar=metavar,
             help=help,
-            **more,  # type: ignore[arg-type]  # whatever argparse takes
+            **more,  # type: ignore[arg-type]  # anything for argparse
         )
-
-    def _default(self, flag: str) -> object:
-        field = self._fields.get(flag.removeprefix("--").replace("-", "_"))
-        if field is None:
-            return None
-        if field.default_factory is not dataclasses.MISSING:
-            return field.default_factory()
-        return None if field.default is dataclasses.MISSING else field.default

@@ -1,42 +1,43 @@
-"""Command lines that teach: grouped flags with examples, and errors of one line."""
+"""Command lines that teach: grouped flags with examples, and one-line errors with the remedy."""
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
-from pd.core.addresses import check_node_url
+from pd.core.addresses import check_node_url, is_host
+from pd.core.brief import short_repr
+from pd.core.config import MAX_MODEL_CHARACTERS
 from pd.core.errors import InvalidRequestError, UsageError
 from pd.core.kv_events_config import KVEventsConfig, parse_kv_events_config
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from pd.util.hints import suggest_name
+from pd.util.printable import escape_text
 
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
-# Waits of more than nine times as long raise OverflowError.
+# Longer waits raise OverflowError from nine times as much on.
 _MAX_SECONDS = 1e9
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|K|M|G|T)(?:i?B)?", re.IGNORECASE)
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps the lines of examples, and shows a default where there is one worth knowing."""
+    """Keeps the lines of examples, and shows interesting defaults."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text = action.help or ""
         uninteresting = action.default in (None, "", False, [], argparse.SUPPRESS)
         if uninteresting or "default" in text:
             return text
-        if action.type is size:
+        if action.type is parse_size:
             return f"{text} (default: {show_size(action.default)})"
         return f"{text} (default: %(default)s)"
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser whose errors are one line with the remedy. Flags cannot be abbreviated."""
+    """Parser with one-line errors and remedies. Flags cannot be abbreviated."""
 
     def __init__(self, **settings: Any) -> None:
         settings.setdefault("allow_abbrev", False)
@@ -44,62 +45,91 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**settings)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+        self.exit(2, f"{self.prog}: {escape_text(message)}; see {self.prog} --help\n")
 
     @property
     def flags(self) -> dict[str, argparse.Action]:
-        """The long flags that a user may give, with what they do."""
+        """The long flags for users, with their actions."""
         actions = self._option_string_actions
         return {f: a for f, a in actions.items() if f.startswith("--") and f != "--help"}
 
-    def unknown(self, argument: str) -> NoReturn:
-        """End the process because of an argument that no flag takes."""
+    def reject_argument(self, argument: str) -> NoReturn:
+        """End the process because no flag takes an argument."""
         if not argument.startswith("-"):
             self.error(f"unexpected argument {argument!r}: everything is a flag")
         flag = argument.split("=")[0]
-        self.error(f"unknown flag {flag}{did_you_mean(flag, self.flags)}")
+        self.error(f"unknown flag {flag}{suggest_name(flag, self.flags)}")
 
 
-# A step of more sequences than this gains nothing from a CUDA graph.
+# A CUDA graph does not speed up steps of more sequences than this.
 MAX_BATCH_SIZE = 4096
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A hint at the likeliest of the known names, or nothing."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
-
-
-def port(text: str) -> int:
-    """0 to 65535."""
+def parse_port(text: str) -> int:
+    """Parse 0 to 65535."""
     if not text.isascii() or not text.isdigit() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"a port is 0 to 65535, not {text}")
     return int(text)
 
 
-def node_url(text: str) -> str:
-    """``http://host:port``; ``host:port`` is taken for that."""
+def parse_node_url(text: str) -> str:
+    """Parse ``http://host:port`` or ``host:port``."""
+    has_scheme = "://" in text
     try:
-        return check_node_url(text if "://" in text else f"http://{text}")
+        url = check_node_url(text if has_scheme else f"http://{text}")
     except InvalidRequestError as error:
         raise argparse.ArgumentTypeError(error.message) from None
+    parts = urlsplit(url)
+    if not is_host(parts.hostname or "") or not (has_scheme or parts.port):
+        raise argparse.ArgumentTypeError(
+            f"a node's url must be like http://host:port, not {short_repr(text)}"
+        )
+    return url
 
 
-def path(text: str) -> Path:
-    """A file or directory; ``~`` is the home directory, in a settings file too."""
-    return Path(text).expanduser()
+def parse_host(text: str) -> str:
+    """Parse a host's name or its address."""
+    if not is_host(text):
+        raise argparse.ArgumentTypeError(
+            "a host is a name such as node-1, or an IP address without brackets, not "
+            f"{short_repr(text)}"
+        )
+    return text
 
 
-def seconds(text: str) -> float:
-    """A time that ends, and for which the system can wait."""
-    number = seconds_or_zero(text)
+def parse_text(text: str) -> str:
+    """Reject an empty text."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("the value is empty; give one, or leave the flag out")
+    return text
+
+
+def parse_model_name(text: str) -> str:
+    """Parse a name by which clients can ask for a model."""
+    stripped = parse_text(text).strip()
+    if text != stripped or not text.isprintable() or len(text) > MAX_MODEL_CHARACTERS:
+        raise argparse.ArgumentTypeError(
+            f"a name has 1 to {MAX_MODEL_CHARACTERS} printable characters, and no space at either "
+            f"end, not {short_repr(text)}"
+        )
+    return text
+
+
+def parse_path(text: str) -> Path:
+    """Parse a file or directory; ``~`` is the home directory, in a settings file too."""
+    return Path(parse_text(text)).expanduser()
+
+
+def parse_seconds(text: str) -> float:
+    """Parse a finite time above 0 for which the system can wait."""
+    number = parse_seconds_or_zero(text)
     if not number:
         raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, not {text}")
     return number
 
 
-def seconds_or_zero(text: str) -> float:
-    """Such a time, or no time at all."""
+def parse_seconds_or_zero(text: str) -> float:
+    """Parse such a time, or 0."""
     try:
         number = float(text)
     except ValueError:
@@ -111,25 +141,25 @@ def seconds_or_zero(text: str) -> float:
     return number
 
 
-def size(text: str) -> int:
-    """Bytes, from a number with an optional unit (powers of 1024)."""
-    found = _SIZE.fullmatch(text.strip())
-    if found is None:
+def parse_size(text: str) -> int:
+    """Parse bytes: a number with an optional unit (powers of 1024)."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
         raise argparse.ArgumentTypeError(f"a size is a number of bytes or like 512MiB, not {text}")
-    power = ["", "K", "M", "G", "T"].index(found[2].upper())
-    return int(float(found[1]) * 1024**power)
+    power = ["", "K", "M", "G", "T"].index(match[2].upper())
+    return int(float(match[1]) * 1024**power)
 
 
 def show_size(num_bytes: int) -> str:
-    """A number of bytes as :func:`size` reads it, in the largest unit that divides it."""
+    """Format bytes as :func:`parse_size` reads them, in the largest possible unit."""
     for power, unit in reversed(list(enumerate(("", "KiB", "MiB", "GiB", "TiB")))):
         if num_bytes and num_bytes % 1024**power == 0:
             return f"{num_bytes // 1024**power}{unit}"
     return "0"
 
 
-def batch_sizes(text: str) -> tuple[int, ...]:
-    """Numbers separated by commas; 0 stands for none."""
+def parse_batch_sizes(text: str) -> tuple[int, ...]:
+    """Parse numbers separated by commas; 0 stands for none."""
     try:
         sizes = tuple(int(part) for part in text.replace(" ", ",").split(",") if part)
     except ValueError:
@@ -141,16 +171,16 @@ def batch_sizes(text: str) -> tuple[int, ...]:
     return sizes
 
 
-def kv_events_config(text: str) -> KVEventsConfig:
-    """Parse the JSON object that says which events a node publishes."""
+def parse_kv_events(text: str) -> KVEventsConfig:
+    """Parse the JSON object of a node's events."""
     try:
         return parse_kv_events_config(text)
     except UsageError as error:
         raise argparse.ArgumentTypeError(error.message) from None
 
 
-def device(text: str) -> str:
-    """A device's name; whether it is there turns out later."""
+def parse_device(text: str) -> str:
+    """Parse a device's name. Whether it exists turns out later."""
     if not DEVICE.fullmatch(text):
         raise argparse.ArgumentTypeError(f"a device is auto, cpu, cuda or cuda:N, not {text}")
     return text

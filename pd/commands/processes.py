@@ -1,4 +1,4 @@
-"""Our own processes, started and stopped by another command."""
+"""Starts and stops our own processes for another command."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from pd.commands.ready import Ready, parse
-from pd.core.children import module_command
+from pd.commands.ready import Ready, parse_ready
 from pd.core.errors import SetupError
+from pd.util.children import module_command
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -28,10 +28,10 @@ _LOG_LINES = 15
 
 
 class LaunchedProcess:
-    """One ``pd-launch`` process that prints a ready line; its log goes to a file.
+    """One ``pd-launch`` process with a ready line and a log file.
 
-    It has a session of its own, so that Ctrl-C reaches only its parent, which stops it in order. If
-    the parent is killed, it gets SIGTERM (:mod:`pd.commands.bound`).
+    It has its own session, so Ctrl-C reaches only its parent, which stops it in order. If the
+    parent is killed, it gets SIGTERM (:mod:`pd.commands.bound`).
     """
 
     def __init__(self, name: str, arguments: Sequence[str], directory: Path) -> None:
@@ -50,12 +50,12 @@ class LaunchedProcess:
             )
         self._started = time.monotonic()
         self.seconds = 0.0
-        threading.Thread(target=self._read, daemon=True).start()
+        threading.Thread(target=self._read_output, daemon=True).start()
 
-    def _read(self) -> None:
+    def _read_output(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            ready = parse(line)
+            ready = parse_ready(line)
             if ready is not None:
                 self.seconds = time.monotonic() - self._started
                 self.ready = ready
@@ -65,8 +65,8 @@ class LaunchedProcess:
         assert self.ready is not None
         return self.ready.url
 
-    def check(self) -> None:
-        """Raises SetupError with the end of its log if it has ended."""
+    def check_alive(self) -> None:
+        """Raise SetupError and show the end of its log if it has ended."""
         status = self.process.poll()
         if status is not None:
             lines = self._log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
@@ -76,12 +76,12 @@ class LaunchedProcess:
             )
 
     def ask_to_stop(self) -> None:
-        """SIGTERM, if it runs."""
+        """Send SIGTERM if it runs."""
         if self.process.poll() is None:
             self.process.terminate()
 
     def wait_stopped(self, seconds: float) -> None:
-        """SIGKILL when it has not ended within ``seconds``."""
+        """Wait, and send SIGKILL if it has not ended within ``seconds``."""
         try:
             self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -90,7 +90,7 @@ class LaunchedProcess:
 
 
 class Children:
-    """Processes that end together: the last one started (it uses the others) before them."""
+    """Processes that end together, the last one first, because it uses the others."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -101,21 +101,21 @@ class Children:
         self._children.append(child)
         return child
 
-    def check(self) -> None:
-        """Raises SetupError if one has ended."""
+    def check_alive(self) -> None:
+        """Raise SetupError if a process has ended."""
         for child in self._children:
-            child.check()
+            child.check_alive()
 
     def wait_ready(
         self, children: Sequence[LaunchedProcess], progress: Callable[[float], None]
     ) -> None:
-        """Wait until all serve; ``progress`` is called with the seconds that passed.
+        """Wait until all serve, and call ``progress`` with the seconds so far.
 
         Raises SetupError if one ends or takes too long.
         """
         began = time.monotonic()
         while not all(child.ready for child in children):
-            self.check()
+            self.check_alive()
             waited = time.monotonic() - began
             if waited > START_SECONDS:
                 late = ", ".join(child.name for child in children if not child.ready)
@@ -124,9 +124,9 @@ class Children:
             time.sleep(_POLL)
 
     def stop(self) -> None:
-        """Ask each process to stop and wait for it; one that does not end in time is killed."""
-        # NOTE: an impatient second Ctrl-C must not leave processes behind.
-        with ignored(*ENDING):
+        """Stop each process and wait for it; kill it if it does not end in time."""
+        # NOTE: an impatient second Ctrl-C must not leave processes running.
+        with ignore_signals(*ENDING):
             for group in (self._children[-1:], self._children[:-1]):
                 for child in group:
                     child.ask_to_stop()
@@ -135,27 +135,27 @@ class Children:
             self._children.clear()
 
 
-# Signals that end a program.
+# Signals to end a program.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def ignored(*numbers: signal.Signals) -> AbstractContextManager[None]:
+def ignore_signals(*numbers: signal.Signals) -> AbstractContextManager[None]:
     """Ignore these signals for a while."""
-    return handled(signal.SIG_IGN, *numbers)
+    return handle_signals(signal.SIG_IGN, *numbers)
 
 
-def interrupted_by(*numbers: signal.Signals) -> AbstractContextManager[None]:
+def interrupt_on(*numbers: signal.Signals) -> AbstractContextManager[None]:
     """Let these signals raise KeyboardInterrupt for a while."""
-    return handled(_interrupt, *numbers)
 
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+    return handle_signals(interrupt, *numbers)
 
 
 @contextlib.contextmanager
-def handled(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
-    """Handle these signals in another way for a while, as :func:`signal.signal` takes it."""
+def handle_signals(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
+    """Handle these signals differently for a while; ``handler`` is as for :func:`signal.signal`."""
     before = [signal.signal(number, handler) for number in numbers]
     try:
         yield

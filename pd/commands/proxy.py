@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from pd.commands import parser as types
 from pd.commands.flags import ConfigFlags
-from pd.commands.ready import Ready, announce
+from pd.commands.ready import Ready, announce_ready
 from pd.core.config import ELASTIC, REASONING_PARSERS, ROUTING_POLICIES, TOOL_CALL_PARSERS
 from pd.core.errors import UsageError
 from pd.proxy.config import ON_OFF, ProxyConfig
+from pd.proxy.nodes.discovery.flag import FORMS, parse_sources
+from pd.util.libraries import PROXY_LIBRARIES, check_libraries
 
 if TYPE_CHECKING:
     import argparse
@@ -34,7 +37,7 @@ ask it:
       -d '{{"messages": [{{"role": "user", "content": "Hello"}}], "stream": true}}'
 
 Nodes may also join and leave later: POST /workers, DELETE /workers/INSTANCE_ID.
-SIGTERM (or Ctrl-C) drains it: what runs is finished. A second one ends it at once.
+SIGTERM (or Ctrl-C) drains it: running requests finish. A second one ends it at once.
 """
 
 
@@ -43,194 +46,146 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s --prefill URL --decode URL [flags]"
     parser.epilog = _EXAMPLES
     flags = ConfigFlags(parser, ProxyConfig)
-    _add_nodes(flags)
-    _add_model(flags)
-    _add_network(flags)
-    _add_keys(flags)
-    _add_requests(flags)
+    add, start_group = flags.add_flag, flags.start_group
+    add_number = partial(add, type=int, metavar="N")
+    add_seconds = partial(add, type=float, metavar="SECONDS")
+    add_ms = partial(add, type=float, metavar="MS")
+    add_file = partial(add, type=types.parse_path, metavar="FILE")
 
-
-def _add_nodes(flags: ConfigFlags) -> None:
-    flags.start_group("nodes (each flag may be repeated)")
+    start_group("nodes (each flag may be repeated)")
+    add_node = partial(add, type=types.parse_node_url, repeated=True, metavar="URL")
     for role in ("prefill", "decode", "unified"):
-        flags.add(
-            f"--{role}",
-            f"address of a {role} node",
-            type=types.node_url,
-            repeated=True,
-            metavar="URL",
-        )
+        add_node(f"--{role}", f"address of a {role} node")
+    add(
+        "--discover",
+        f"where to find further nodes, which join and leave as they are listed: {FORMS}; beyond "
+        "this host they need --cluster-key-file",
+        repeated=True,
+        metavar="SOURCE",
+    )
 
-
-def _add_model(flags: ConfigFlags) -> None:
-    flags.start_group("model")
-    flags.add(
+    start_group("model")
+    add(
         "--tokenizer",
         "model directory with tokenizer.json or tokenizer.model (default: the nodes', if it is on "
         "this host)",
-        type=types.path,
+        type=types.parse_path,
         metavar="DIR",
     )
-    flags.add(
+    add(
         "--split-special-tokens",
-        "special tokens that clients write are ordinary text; only the chat template's are control "
-        "tokens",
+        "treat special tokens that clients write as ordinary text; only the chat template's are "
+        "control tokens",
     )
-    flags.add(
+    add(
         "--tool-call-parser",
         "how the model writes tool calls (auto: as its chat template says)",
         choices=TOOL_CALL_PARSERS,
     )
-    flags.add(
+    add(
         "--reasoning-parser",
         "how the model marks its reasoning (auto: as its chat template says)",
         choices=REASONING_PARSERS,
     )
-    flags.add(
+    add(
         "--served-model-name",
         "another name for the first model that the nodes serve",
+        type=types.parse_model_name,
         metavar="NAME",
     )
 
-
-def _add_network(flags: ConfigFlags) -> None:
-    flags.start_group("network")
-    flags.add("--host", "address to listen on")
-    flags.add("--port", "0 picks a free one", type=types.port)
-    flags.add(
-        "--workers",
-        "processes that serve the port; one carries some ten thousand tokens a second",
-        type=int,
-        metavar="N",
+    start_group("network")
+    add("--host", "address to listen on", type=types.parse_host)
+    add("--port", "0 picks a free one", type=types.parse_port)
+    add_number(
+        "--workers", "processes that serve the port; one carries some ten thousand tokens a second"
     )
-    flags.add(
+    add_file(
         "--tls-cert",
         "certificate in PEM format, followed by those of intermediate authorities: the port speaks "
         "HTTPS only; with --tls-key. A file that changes is read again",
-        type=types.path,
-        metavar="FILE",
     )
-    flags.add(
+    add_file(
         "--tls-key",
         "private key of --tls-cert in PEM format, without a passphrase; other users of this "
         "machine should not be able to read it",
-        type=types.path,
-        metavar="FILE",
     )
-    flags.add(
+    add(
         "--cors-origins",
         "web pages that may use the proxy, such as https://chat.example.org; may be repeated, * "
         "lets in all",
         repeated=True,
         metavar="ORIGIN",
     )
-    flags.add(
-        "--drain-timeout",
-        "how long SIGTERM waits for running requests",
-        type=float,
-        metavar="SECONDS",
-    )
+    add_seconds("--drain-timeout", "how long SIGTERM waits for running requests")
 
-
-def _add_keys(flags: ConfigFlags) -> None:
-    flags.start_group("keys")
-    flags.add(
+    start_group("keys")
+    add(
         "--api-key",
         "clients must send it; better given as the environment variable "
         f"{API_KEY_VARIABLE}, which other users of this machine cannot see",
         metavar="KEY",
     )
-    flags.add(
+    add(
         "--admin-api-key",
         "opens workers, caches and requests of others, which otherwise only programs of this host "
         f"may ask for; better given as {ADMIN_API_KEY_VARIABLE}",
         metavar="KEY",
     )
-    flags.add(
+    add_file(
         "--api-keys",
-        "more keys, one a line: inference or admin, the key, and a name if you like",
-        type=types.path,
+        "more keys, one per line: inference or admin, the key, and optionally a name",
         default=None,
-        metavar="FILE",
     )
-    flags.add(
-        "--cluster-key-file",
-        "the nodes' secret; needed if they have one",
-        type=types.path,
-        metavar="FILE",
-    )
+    add_file("--cluster-key-file", "the nodes' secret; needed if they have one")
 
-
-def _add_requests(flags: ConfigFlags) -> None:
-    flags.start_group("requests")
-    flags.add("--policy", "how nodes are chosen", choices=ROUTING_POLICIES)
-    flags.add(
+    start_group("requests")
+    add("--policy", "how to choose nodes", choices=ROUTING_POLICIES)
+    add(
         "--elastic",
-        "auto: of nodes with --elastic auto, those are chosen where a request is predicted to go "
-        "best, whatever their roles (policy cache_aware); off: by roles",
+        "auto: of nodes with --elastic auto, choose those where a request is predicted to go best, "
+        "whatever their roles (policy cache_aware); off: by roles",
         choices=ELASTIC,
     )
-    flags.add(
+    add_ms(
         "--slo-ttft-ms",
         "objective of the time to the first token (default: it follows from the prompt and the "
         "speed of the nodes)",
-        type=float,
-        metavar="MS",
     )
-    flags.add(
+    add_ms(
         "--slo-itl-ms",
         "objective of the time between tokens, which elastic nodes keep while they compute prompts "
         "(default: it follows from their speed)",
-        type=float,
-        metavar="MS",
     )
-    flags.add(
-        "--max-queue",
-        "prompts in the system at most; more are answered 429",
-        type=int,
-        metavar="N",
-    )
-    flags.add(
+    add_number("--max-queue", "most prompts in the system; more are answered 429")
+    add(
         "--stream-interval",
-        "tokens that an event of a stream has at least, but for the first and the last one: more "
-        "cost less here and look less smooth; a request may choose (stream_interval)",
+        "least number of tokens in an event of a stream, except for the first and the last one: "
+        "more cost less here and look less smooth; a request may choose (stream_interval)",
         type=int,
         metavar="TOKENS",
     )
-    flags.add(
-        "--request-timeout",
-        "deadline of every request; later is answered 408 (default: none)",
-        type=float,
-        metavar="SECONDS",
-    )
-    flags.add(
+    add_seconds("--request-timeout", "deadline of every request; then 408 (default: none)")
+    add(
         "--failover",
-        "on: requests of a node that fails go on elsewhere, where they stand; off: they end with "
-        "502",
+        "on: requests of a node that fails continue on another node; off: they end with 502",
         choices=ON_OFF,
     )
-    flags.add(
-        "--max-failovers",
-        "how often a request goes on elsewhere before it ends with 502",
-        type=int,
-        metavar="N",
-    )
-    flags.add(
+    add_number("--max-failovers", "how often a request fails over before it ends with 502")
+    add_seconds(
         "--failover-wait",
-        "how long a request that lost its node waits for another, if none can go on with it",
-        type=float,
-        metavar="SECONDS",
+        "how long a request that lost its node waits for another, if none can continue it",
     )
-    flags.add(
+    add(
         "--trace-requests",
-        "new file with a row for every prompt that was served, when and how long it and its answer "
+        "new file with a row for every served prompt: when, how long it and its answer "
         "were and what it shared with others, for pd-bench serve --dataset-name trace",
         metavar="FILE",
     )
 
 
-def config_from(args: argparse.Namespace) -> ProxyConfig:
-    """The proxy's configuration; raises UsageError for values that cannot work."""
+def make_config(args: argparse.Namespace) -> ProxyConfig:
+    """Make the proxy's configuration. Raises UsageError for impossible values."""
     settings = dict(vars(args))
     for name in ("tokenizer", "tls_cert", "tls_key"):
         if settings[name] is not None:
@@ -239,20 +194,22 @@ def config_from(args: argparse.Namespace) -> ProxyConfig:
         settings.pop(name)
     key_file = settings.pop("cluster_key_file")
     if key_file is not None:
-        from pd.core.cluster_key import load_cluster_key
+        from pd.net.cluster_key import load_cluster_key
 
         settings["cluster_key"] = load_cluster_key(key_file)
-    if settings["api_key"] is None:
-        settings["api_key"] = os.environ.get(API_KEY_VARIABLE) or None
-    if settings["admin_api_key"] is None:
-        settings["admin_api_key"] = os.environ.get(ADMIN_API_KEY_VARIABLE) or None
+    for name, variable in (
+        ("api_key", API_KEY_VARIABLE),
+        ("admin_api_key", ADMIN_API_KEY_VARIABLE),
+    ):
+        if settings[name] is None:
+            settings[name] = _read_key(variable)
     if settings["api_keys"] is None:
         settings["api_keys"] = []
     else:
-        from pd.proxy.access import load_api_keys
+        from pd.proxy.http.access import load_api_keys
 
         settings["api_keys"] = load_api_keys(settings["api_keys"])
-    # Browsers send them without a slash and in lower case.
+        # Browsers send origins without a slash and in lower case.
     settings["cors_origins"] = [o.rstrip("/").lower() for o in settings["cors_origins"]]
     urls = [*args.prefill, *args.decode, *args.unified]
     for url in urls:
@@ -263,52 +220,76 @@ def config_from(args: argparse.Namespace) -> ProxyConfig:
     return config
 
 
-def advice(config: ProxyConfig) -> list[str]:
-    """Warnings about settings that are allowed but probably not meant."""
-    from pd.core.local_requests import is_loopback
+def _read_key(variable: str) -> str | None:
+    """Return the key in an environment variable, if it is set. Raises UsageError for an empty one,
+    because it would open the proxy to everybody although a key was meant."""
+    key = os.environ.get(variable)
+    if key == "":
+        raise UsageError(
+            f"the environment variable {variable} is empty: give it a key, or unset it"
+        )
+    return key
+
+
+def find_warnings(config: ProxyConfig) -> list[str]:
+    """Return warnings about settings that are probably a mistake."""
+    from pd.core.addresses import is_loopback
 
     urls = (*config.prefill, *config.decode, *config.unified)
-    found = []
+    warnings = []
     if not is_loopback(config.host) and not config.key_required:
-        found.append(
-            f"--host {config.host} without an API key: whoever reaches this port can generate; set "
-            f"{API_KEY_VARIABLE} unless something in front checks"
+        warnings.append(
+            f"--host {config.host} without an API key: anyone who reaches this port can generate; "
+            f"set {API_KEY_VARIABLE} unless something in front checks"
         )
     certificate = config.make_certificate()
     if certificate is not None:
-        found += certificate.warnings
+        warnings += certificate.warnings
     if "*" in config.cors_origins and not config.key_required:
-        found.append(
+        warnings.append(
             "--cors-origins * without an API key: every web page that is open in a browser which "
             "reaches this port can generate"
         )
     if config.cluster_key is None:
-        found += [
+        warnings += [
             f"{url} is not on this host, so its node has a cluster key; without "
             "--cluster-key-file the proxy cannot talk to it"
             for url in urls
             if not is_loopback(urlsplit(url).hostname or "")
         ]
-    if config.unified == [] and not (config.prefill and config.decode):
-        found.append(
-            "serving needs a prefill and a decode node, or a unified one; add what is missing "
+    if not config.discover and config.unified == [] and not (config.prefill and config.decode):
+        warnings.append(
+            "serving needs a prefill and a decode node, or a unified one; add the missing ones "
             "with POST /workers"
         )
-    return found
+    return warnings
+
+
+def check_sources(config: ProxyConfig) -> None:
+    """Raise UsageError if --discover lists nodes of other hosts and the proxy has no cluster key,
+    because they prove with it that they are ours. We ask silent sources again later."""
+    if config.discover and config.cluster_key is None:
+        import asyncio
+
+        from pd.proxy.nodes.discovery.start_check import refuse_strangers
+
+        asyncio.run(refuse_strangers(parse_sources(config.discover, has_key=False)))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until SIGTERM or SIGINT; the first drains, the second ends at once."""
-    config = config_from(args)
-    from pd.proxy.loop import run_loop
-    from pd.proxy.processes.parent import ProxyProcesses
+    """Serve until SIGTERM or SIGINT. The first one drains, the second one ends at once."""
+    check_libraries(PROXY_LIBRARIES)
+    config = make_config(args)
+    check_sources(config)
     from pd.proxy.server import Proxy, serve, stop_on_signals
+    from pd.proxy.workers.loop import run_loop
+    from pd.proxy.workers.parent import ProxyProcesses
 
     def on_ready(url: str, instance_id: str) -> None:
         logger.info("proxy %s listens on %s", instance_id, url)
-        for warning in advice(config):
+        for warning in find_warnings(config):
             logger.warning("%s", warning)
-        announce(Ready("proxy", url, instance_id))
+        announce_ready(Ready("proxy", url, instance_id))
 
     async def main() -> None:
         proxy = Proxy(config) if config.workers == 1 else ProxyProcesses(config)

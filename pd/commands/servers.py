@@ -1,4 +1,4 @@
-"""Parsers of the commands that start a node or a proxy."""
+"""Parsers of the commands for nodes and proxies."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 def add_command(added: argparse._SubParsersAction[Parser], name: str, text: str) -> Parser:
-    """Add a command of ``pd-launch``, and return its parser."""
+    """Add a command of ``pd-launch``; return its parser."""
     return added.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
 
 
 def add_servers(added: argparse._SubParsersAction[Parser]) -> None:
-    """Add the commands that start a node of each role, and a proxy."""
+    """Add the commands for a node of each role and for a proxy."""
     for role, text in node_flags.ROLES.items():
         node_flags.add_arguments(_add_server(added, role, text), role)
     proxy.add_arguments(_add_server(added, "proxy", proxy.TEXT))
@@ -43,8 +43,8 @@ def _add_server(added: argparse._SubParsersAction[Parser], name: str, text: str)
     return parser
 
 
-def server_flags() -> dict[str, list[str]]:
-    """Return the flags of each of these commands, without their dashes."""
+def list_server_flags() -> dict[str, list[str]]:
+    """List the flags of each of these commands, without their dashes."""
     added = Parser().add_subparsers()
     add_servers(added)
     return {

@@ -2,59 +2,89 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import ipaddress
+import re
 import socket
-from typing import Any
 from urllib.parse import urlsplit
 
-from pd.core.brief import brief
+from pd.core.brief import short_repr
 from pd.core.errors import InvalidRequestError, SetupError
 
+_HOST_NAME = re.compile(r"\w[\w-]*(\.\w[\w-]*)*\.?")
 _NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
-def in_url(host: str) -> str:
-    """A name or an IP address as it stands in a URL: IPv6 in brackets."""
+def format_host(host: str) -> str:
+    """Format a host for a URL: IPv6 addresses get brackets."""
     return f"[{host}]" if ":" in host else host
 
 
-def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
-    """A TCP socket that is bound and does not listen yet. Of the addresses that a name has, it gets
-    the first that this host has, those of IPv4 before others.
+def is_host(text: str) -> bool:
+    """Whether the text is an IP address or looks like a host name."""
+    if _HOST_NAME.fullmatch(text):
+        return True
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
 
-    Raises SetupError in one line, naming ``flag``.
+
+def resolve_host(host: str) -> str:
+    """Return the IP address of a host. If it has several, prefer IPv4 and then the first.
+
+    Raises OSError or UnicodeError.
+    """
+    addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return str(min(addresses, key=lambda each: each[0] != socket.AF_INET)[4][0])
+
+
+def is_of_this_machine(address: str) -> bool:
+    """Whether this machine has an IP address."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def bind_socket(host: str, port: int, flag: str = "--port") -> socket.socket:
+    """Bind a TCP socket, without listening.
+
+    If a name has several addresses, we use the first one of this host and try IPv4 first. Raises
+    SetupError in one line, naming ``flag``.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         raise SetupError(f"cannot use the address {host}:{port}: {error.strerror}") from None
     reason: str | None = None
-    for family, kind, protocol, _, address in sorted(found, key=lambda x: x[0] != socket.AF_INET):
-        try:
-            return _bound(socket.socket(family, kind, protocol), address)
-        except OSError as error:
-            reason = error.strerror
-            if error.errno not in _NO_SUCH_ADDRESS:
-                break  # a port that is taken is taken, whatever other addresses there are
+    addresses.sort(key=lambda each: each[0] != socket.AF_INET)
+    for family, kind, protocol, _, address in addresses:
+        with contextlib.ExitStack() as on_error:
+            try:
+                listener = on_error.enter_context(socket.socket(family, kind, protocol))
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind(address)
+            except OSError as error:
+                reason = error.strerror
+                if error.errno not in _NO_SUCH_ADDRESS:
+                    break  # the port is taken, so other addresses would not help
+            else:
+                on_error.pop_all()
+                return listener
     raise SetupError(f"cannot listen on {host}:{port}: {reason}; choose another {flag} or --host")
 
 
-def _bound(made: socket.socket, address: tuple[Any, ...]) -> socket.socket:
-    try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)
-    except OSError:
-        made.close()
-        raise
-    return made
-
-
 def check_node_url(text: str) -> str:
-    """The URL as ``scheme://host:port``.
+    """Normalize the URL of a node to ``scheme://host:port``.
 
-    Raises InvalidRequestError for anything else: a path, a query or user info would make the proxy
-    send requests to whatever address a client chose. The message shows none of these, because
-    they may hold a password.
+    Raises InvalidRequestError if the URL has a path, a query or user info, because a client could
+    make the proxy send requests to any address with them. The message does not show these parts,
+    because they may hold a password.
     """
     try:
         parts = urlsplit(text)
@@ -62,26 +92,39 @@ def check_node_url(text: str) -> str:
     except ValueError:
         host = port = None
     else:
-        # urlsplit drops some control characters instead of refusing them.
+        # urlsplit drops some control characters instead of rejecting them.
         if not text.isprintable() or " " in text or parts.scheme not in ("http", "https"):
             host = None
     if not host or port == 0:
         raise InvalidRequestError(
             "a node's url must be like http://host:port"
-            + ("" if "@" in text else f", not {brief(text)}"),
+            + ("" if "@" in text else f", not {short_repr(text)}"),
             param="url",
         )
-    url = f"{parts.scheme}://{in_url(host)}" + ("" if port is None else f":{port}")
+    url = f"{parts.scheme}://{format_host(host)}" + ("" if port is None else f":{port}")
     extra = {
         "user info": "@" in parts.netloc,
         "a path": parts.path not in ("", "/"),
         "a query": bool(parts.query) or "?" in text,
         "a fragment": bool(parts.fragment) or "#" in text,
     }
-    found = [name for name, there in extra.items() if there]
-    if found:
+    excess = [name for name, is_there in extra.items() if is_there]
+    if excess:
         raise InvalidRequestError(
-            f"a node's url is only http://host:port; {brief(url)} came with {' and '.join(found)}",
+            f"a node's url is only http://host:port; {short_repr(url)} came with "
+            f"{' and '.join(excess)}",
             param="url",
         )
     return url
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` is ``localhost`` or an address of the loopback interface."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback

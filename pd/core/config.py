@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64)
-# Names that a user may choose from, here so that a wrong one is refused before anything is loaded.
+# Choices of the flags, defined here because we reject a wrong one before we load anything.
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
 SCHEDULE_POLICIES = ("lpm", "fcfs", "lof", "dfs-weight", "priority")
@@ -24,13 +24,15 @@ SPECULATIVE_ADAPTIVE = ("on", "off")
 SPECULATIVE_NGRAM_CACHES = ("on", "off")
 GRAMMAR_BACKENDS = ("xgrammar", "none")
 SPECULATIVE_ALGORITHMS = ("none", "ngram", "draft", "eagle")
-# Algorithms that read a checkpoint of their own.
+# Algorithms with a checkpoint of their own.
 _WITH_MODEL = ("draft", "eagle")
 ELASTIC = ("auto", "off")
 ROUTING_POLICIES = ("cache_aware", "round_robin", "random", "power_of_two")
-# Tokens that a stream may hold back for larger events; fewer than those a client may leave unread.
+# Limit on the tokens of one event; less than a client may leave unread.
 MAX_STREAM_INTERVAL = 512
-# How models write tool calls and reasoning, for the proxy's parsers.
+# Length of a model's name in the API.
+MAX_MODEL_CHARACTERS = 4096
+# Formats in which models write tool calls and reasoning.
 TOOL_CALL_PARSERS = (
     "auto",
     "none",
@@ -43,26 +45,29 @@ TOOL_CALL_PARSERS = (
 REASONING_PARSERS = ("auto", "none", "deepseek_r1", "mistral", "qwen3", "seed_oss")
 
 
-# A step computes one more token than this for each sequence; more are hardly ever all accepted.
+# A step computes one more token than this for each sequence. A model hardly ever accepts more.
 MAX_DRAFT_TOKENS = 64
 MAX_TOPK = 16
 
 
 @dataclass(frozen=True)
 class NodeConfig:
-    """Settings of one prefill, decode or unified node; names are those of the flags.
+    """Settings of one prefill, decode or unified node, with the names of the flags.
 
-    As flat as flags and settings files are. The command line takes its defaults from here.
+    The class is flat because flags and settings files are. The command line takes its defaults from
+    here.
 
     Attributes:
-        port: 0 picks a free one; the command line has defaults of its own.
-        bootstrap_port: 0 picks a free one, which proxies learn from the node and tell its peers.
-        kv_cache_tokens: size of the KV cache; wins over ``mem_fraction``.
-        drain_timeout: seconds for which SIGTERM waits for running requests.
-        retraction_host_memory: in bytes; so are ``grammar_memory`` and ``grammar_cache``.
-        cuda_graph_batch_sizes: None chooses them; a 0 among them is left out.
-        trust_network: only hosts of this deployment reach the node's ports.
-        elastic: with auto, the node can do what every role does, and ``role`` is where it starts.
+        port: 0 picks a free port; the command line has its own defaults.
+        message_endpoint: where proxies connect, such as ``ipc://PATH``. Without it, we bind a free
+            TCP port of ``host``. It is no flag, because only our own processes choose it.
+        bootstrap_port: 0 picks a free port. Proxies learn it from the node and tell its peers.
+        kv_cache_tokens: size of the KV cache; overrides ``mem_fraction``.
+        drain_timeout: seconds for running requests after SIGTERM.
+        retraction_host_memory, grammar_memory, grammar_cache: sizes in bytes.
+        cuda_graph_batch_sizes: None lets us choose; we ignore a 0 among them.
+        trust_network: only hosts of this deployment can reach the node's ports.
+        elastic: with auto, the node can take every role, and starts with ``role``.
     """
 
     role: str
@@ -71,6 +76,7 @@ class NodeConfig:
     host: str = "127.0.0.1"
     advertise_host: str = ""
     port: int = 0
+    message_endpoint: str = ""
     bootstrap_port: int = 0
     device: str = "auto"
     dtype: str = "auto"
@@ -158,12 +164,12 @@ class NodeConfig:
             )
         if self.speculative_topk > 1 and self.speculative_algorithm != "eagle":
             raise UsageError(
-                f"--speculative-topk {self.speculative_topk}, which is above 1, needs "
+                f"--speculative-topk {self.speculative_topk} (above 1) needs "
                 f"--speculative-algorithm eagle, not {self.speculative_algorithm}"
             )
         if self.speculative_topk > 1 and self.speculative_num_draft_tokens == MAX_DRAFT_TOKENS:
             raise UsageError(
-                f"--speculative-topk {self.speculative_topk} makes trees, which have at most "
+                f"--speculative-topk {self.speculative_topk} makes trees of at most "
                 f"{MAX_DRAFT_TOKENS - 1} tokens (--speculative-num-draft-tokens)"
             )
         if not 0.0 < self.mem_fraction <= 1.0:
@@ -171,7 +177,7 @@ class NodeConfig:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the node can do what every role does."""
+        """Whether the node can take every role."""
         return self.elastic == "auto"
 
     @property
@@ -191,10 +197,10 @@ class NodeConfig:
 
     @property
     def public_host(self) -> str:
-        """The host in the addresses that peers and proxies get."""
+        """The host for peers and proxies."""
         return self.advertise_host or self.host
 
     @property
     def model_name(self) -> str:
-        """Name under which the model is served."""
+        """The model's name in the API."""
         return self.served_model_name or self.model.resolve().name

@@ -1,25 +1,26 @@
 """The one hierarchy of errors.
 
-Errors are raised where the fact is known and turned into an HTTP status (``status``), a wire
-message (``kind``) or an exit status (``exit_status``) at the edge.
+We raise an error where the fact is known, and translate it at the edge: into an HTTP status
+(``status``), a wire message (``kind``) or an exit status (``exit_status``).
 """
 
 from __future__ import annotations
 
-from pd.core.brief import shorten
+from pd.core.brief import shorten_text
 
-# Characters of a message over HTTP.
+# Longest error message over HTTP, in characters.
 MAX_MESSAGE_CHARACTERS = 4096
 
 
 class PDError(Exception):
-    """Base of every error that pd raises on purpose.
+    """Base of every deliberate error of pd.
 
     Attributes:
-        kind: name that travels between processes (see :func:`error_from_kind`).
-        status: HTTP status at the proxy's edge.
+        kind: name on the wire (see :func:`error_from_kind`).
+        status: HTTP status of the proxy's answer.
         type: ``error.type`` in OpenAI's error shape.
-        exit_status: exit status of a command that ends with it.
+        exit_status: exit status of a command after this error.
+        param: name of the wrong parameter, if there is one.
     """
 
     kind = "internal"
@@ -34,10 +35,10 @@ class PDError(Exception):
 
 
 def error_body(error: PDError) -> dict[str, dict[str, str | None]]:
-    """An error as clients get it over HTTP, in OpenAI's shape."""
+    """Format an error for HTTP clients, in OpenAI's shape."""
     return {
         "error": {
-            "message": shorten(error.message, MAX_MESSAGE_CHARACTERS),
+            "message": shorten_text(error.message, MAX_MESSAGE_CHARACTERS),
             "type": error.type,
             "param": error.param,
             "code": error.kind,
@@ -46,16 +47,22 @@ def error_body(error: PDError) -> dict[str, dict[str, str | None]]:
 
 
 class InvalidRequestError(PDError):
-    """The client sent something that can never work; ``message`` names the value."""
+    """The client sent a value that can never work; ``message`` names it."""
 
     kind, status, type = "invalid_request", 400, "invalid_request_error"
 
 
 class ContextLengthError(InvalidRequestError):
-    """The prompt, or it and the answer, is longer than the model or its nodes can hold. ``kind`` is
-    OpenAI's word for it."""
+    """The prompt, with or without the answer, is longer than the model or its nodes can hold.
+
+    ``kind`` is OpenAI's code.
+    """
 
     kind = "context_length_exceeded"
+
+
+class CostlyGrammarError(InvalidRequestError):
+    """A grammar takes more than a node allows. Clients see an invalid request."""
 
 
 class AuthenticationError(PDError):
@@ -65,13 +72,13 @@ class AuthenticationError(PDError):
 
 
 class ForbiddenError(PDError):
-    """Known or not, this client may not do that."""
+    """The client may not do this, whoever it is."""
 
     kind, status, type = "forbidden", 403, "permission_error"
 
 
 class NotFoundError(PDError):
-    """No such model, worker or request."""
+    """There is no such model, worker or request."""
 
     kind, status, type = "not_found", 404, "not_found_error"
 
@@ -83,19 +90,19 @@ class DeadlineExceededError(PDError):
 
 
 class UnsupportedMediaTypeError(PDError):
-    """The body is not declared as what the server takes."""
+    """The request declares an unsupported media type."""
 
     kind, status, type = "unsupported_media_type", 415, "invalid_request_error"
 
 
 class QueueFullError(PDError):
-    """The bounded queue is full; the client should retry later."""
+    """A bounded queue is full; the client should retry later."""
 
     kind, status, type = "queue_full", 429, "rate_limit_error"
 
 
 class AbortedError(PDError):
-    """The request was ended by ``/abort_request`` or because its client went away."""
+    """``/abort_request`` ended the request, or its client went away."""
 
     kind, status, type = "aborted", 499, "request_aborted"
 
@@ -107,25 +114,25 @@ class NodeFailedError(PDError):
 
 
 class PeerFailedError(NodeFailedError):
-    """A request failed on a node since its peer did; on the wire and for clients no other kind."""
+    """A request failed because the node's peer did. Clients see a failed node."""
 
 
 class StepFailedError(NodeFailedError):
-    """A request was in a step that failed; on the wire and for clients no other kind."""
+    """A request was part of a step that failed. Clients see a failed node."""
 
 
 class UnavailableError(PDError):
-    """No node can serve the request at present."""
+    """No node can serve the request now."""
 
     kind, status, type = "unavailable", 503, "service_unavailable_error"
 
 
 class RefusedError(UnavailableError):
-    """A node takes no requests at present; on the wire and for clients no other kind."""
+    """A node takes no requests now. Clients see an unavailable service."""
 
 
 class TransferError(NodeFailedError):
-    """KV pages could not be moved, or what arrived is not what was sent."""
+    """KV pages could not be moved, or arrived damaged."""
 
     kind = "transfer"
 
@@ -149,9 +156,31 @@ class SetupError(PDError):
 
 
 class UnsupportedModelError(UsageError):
-    """``config.json`` asks for something that changes results and is not supported."""
+    """``config.json`` asks for an unsupported feature that changes results."""
 
     kind = "unsupported_model"
+
+
+class ProgramError(PDError):
+    """A program of the language failed.
+
+    Attributes:
+        function: name of the function.
+        variable: the variable that was not computed; None if the body itself failed.
+    """
+
+    kind = "program"
+
+    def __init__(
+        self, message: str, *, function: str | None = None, variable: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.function = function
+        self.variable = variable
+
+
+class TracingError(ProgramError):
+    """A function cannot be traced, because a value that is not known yet would decide its way."""
 
 
 _BY_KIND: dict[str, type[PDError]] = {
@@ -174,11 +203,11 @@ _BY_KIND: dict[str, type[PDError]] = {
 
 
 def error_from_kind(kind: str, message: str, param: str | None = None) -> PDError:
-    """Rebuild an error that arrived over the wire; unknown kinds become :class:`PDError`."""
+    """Rebuild an error that arrived over the wire. Unknown kinds become :class:`PDError`."""
     return _BY_KIND.get(kind, PDError)(message, param=param)
 
 
 def error_of_peer(kind: str, message: str) -> PDError:
-    """Rebuild an error for which a peer gave a room up."""
+    """Rebuild the error with which a peer gave up a room."""
     error = error_from_kind(kind, message)
     return PeerFailedError(message) if type(error) is NodeFailedError else error

@@ -1,4 +1,4 @@
-"""Grammars: the form that a request's output has to have."""
+"""Grammars: the form of a request's output."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
 
 
 class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A language that the text of an output must be in.
+    """The language of an output.
 
     Attributes:
-        kind: how ``text`` says it: a JSON schema, a regular expression, a grammar in GBNF, or a
-            structural tag of xgrammar, as JSON.
+        kind: form of ``text``: a JSON schema, a regular expression, a grammar in GBNF, or one of
+            xgrammar's structural tags as JSON.
     """
 
     kind: GrammarKind
     text: str
 
     def validate(self) -> None:
-        """Raise InvalidRequestError if it is too long or cannot be written in UTF-8."""
+        """Raise InvalidRequestError if the text is too long or cannot be encoded in UTF-8."""
         try:
             size = len(self.text.encode())
         except UnicodeEncodeError as error:

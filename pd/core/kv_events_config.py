@@ -1,4 +1,4 @@
-"""``--kv-events-config``: whether and where a node publishes what its prefix cache holds."""
+"""``--kv-events-config``: whether and where a node publishes changes of its prefix cache."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
-from pd.core.addresses import in_url
+from pd.core.addresses import format_host, is_loopback
 from pd.core.errors import UsageError
-from pd.core.local_requests import is_loopback
 
 _FLAG = "--kv-events-config"
 # tcp://127.0.0.1:5557, tcp://[::1]:*, tcp://*:5557
@@ -19,37 +18,36 @@ _Count = Annotated[int, msgspec.Meta(ge=1, le=10_000_000)]
 
 
 class EventsEndpoint(NamedTuple):
-    """Address on which a socket listens, and its port, or 0 for any free one."""
+    """Address and port of a listening socket. Port 0 means any free one."""
 
     host: str
     port: int
 
     @property
     def is_local(self) -> bool:
-        """Whether only programs of this host reach it."""
+        """Whether only programs on this host can reach it."""
         return is_loopback(self.host)
 
     @property
     def url(self) -> str:
-        """The endpoint as ZMQ wants it."""
-        return f"tcp://{in_url(self.host)}:{self.port or '*'}"
+        """The endpoint in ZMQ's format."""
+        return f"tcp://{format_host(self.host)}:{self.port or '*'}"
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings of the published events; the names are those of vLLM's flag of the same name, and
-    ``token_ids``.
+    """Settings of the published events. All names but ``token_ids`` are those of vLLM's flag.
 
     Attributes:
         publisher: ``null`` publishes nothing, whatever ``enable_kv_cache_events`` says.
-        endpoint: where subscribers connect.
-        replay_endpoint: where they ask for batches that they missed; None for nowhere.
-        buffer_steps: batches that can be asked for again.
-        hwm: batches that wait for one slow subscriber, beyond which it misses some.
-        max_queue_size: how often changes are collected, ten times a second, before the thread that
-            publishes them took the first; beyond that they are collected together.
+        endpoint: address for subscribers.
+        replay_endpoint: address at which subscribers ask for missed batches, or None.
+        buffer_steps: number of batches kept for replays.
+        hwm: limit on batches waiting for a slow subscriber. It misses further ones.
+        max_queue_size: limit on batches waiting for the publishing thread. We collect one ten times
+            a second, and merge further changes into the last.
         topic: first frame of each message.
-        token_ids: events also carry the tokens of prompts without a ``cache_salt`` and an
-            ``extra_key``.
+        token_ids: events also carry the tokens of prompts, unless a prompt has a ``cache_salt`` or
+            an ``extra_key``.
     """
 
     enable_kv_cache_events: bool = False
@@ -64,22 +62,21 @@ class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is published."""
+        """Whether the node publishes events."""
         return self.enable_kv_cache_events and self.publisher == "zmq"
 
-    def endpoints(self) -> tuple[EventsEndpoint, EventsEndpoint | None]:
-        """Endpoints of events and of replays. Raises UsageError for a text that is no endpoint."""
+    def parse_endpoints(self) -> tuple[EventsEndpoint, EventsEndpoint | None]:
+        """Parse the endpoints of events and of replays. Raises UsageError if one is malformed."""
         replay = self.replay_endpoint
         return parse_endpoint(self.endpoint), None if replay is None else parse_endpoint(replay)
 
     def check_exposure(self, *, has_key: bool) -> None:
-        """Raise UsageError if others than this host's programs could connect without a key."""
-        for endpoint in self.endpoints():
+        """Raise UsageError if programs on other hosts could connect without a key."""
+        for endpoint in self.parse_endpoints():
             if endpoint is not None and not endpoint.is_local and not has_key:
                 raise UsageError(
-                    f"{_FLAG}: {endpoint.url} can be reached from other hosts; give "
-                    "--cluster-key-file FILE, with which subscribers have to prove a key, or use "
-                    "127.0.0.1"
+                    f"{_FLAG}: {endpoint.url} can be reached from other hosts; use 127.0.0.1, or "
+                    "give --cluster-key-file FILE, so that subscribers have to prove a key"
                 )
 
 
@@ -88,24 +85,24 @@ _DECODER = msgspec.json.Decoder(KVEventsConfig)
 
 
 def parse_kv_events_config(text: str) -> KVEventsConfig:
-    """The settings in a JSON object. Raises UsageError that names what is wrong."""
+    """Parse the settings from a JSON object. Raises UsageError with the reason."""
     try:
         config = _DECODER.decode(text)
     except (msgspec.MsgspecError, UnicodeError) as error:
         example = "'{\"enable_kv_cache_events\": true}'"
         raise UsageError(f"{_FLAG} is a JSON object such as {example}: {error}") from error
-    config.endpoints()
+    config.parse_endpoints()
     return config
 
 
 def parse_endpoint(text: str) -> EventsEndpoint:
-    """An endpoint ``tcp://HOST:PORT``. Raises UsageError for anything else."""
-    found = _ENDPOINT.fullmatch(text)
-    port = 0 if found is None or found[3] == "*" else int(found[3])
-    if found is None or port > 65535:
+    """Parse an endpoint ``tcp://HOST:PORT``. Raises UsageError for anything else."""
+    match = _ENDPOINT.fullmatch(text)
+    port = 0 if match is None or match[3] == "*" else int(match[3])
+    if match is None or port > 65535:
         raise UsageError(
             f"{_FLAG}: an endpoint is tcp://ADDRESS:PORT, with * for every address or any free "
             f"port, not {text!r:.100}"
         )
-    host = found[1] or found[2]
+    host = match[1] or match[2]
     return EventsEndpoint("127.0.0.1" if host.lower() == "localhost" else host, port)

@@ -1,4 +1,4 @@
-"""Processes of which a message came lately."""
+"""Tracks which processes are alive."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
 
 Name = TypeVar("Name", str, bytes)
 
-# Leases are looked at ten times a second. After a pause this long it was this process that stood
-# still, and the others' messages lie unread in the sockets.
+# Leases are checked ten times a second. After a pause this long, this process has stalled and
+# the messages of the others lie unread in our sockets.
 _STALL = 2 * HEARTBEAT_INTERVAL
 _GRACE = 2 * HEARTBEAT_INTERVAL
 
 
 class Leases(Generic[Name]):
-    """Processes that are believed to live. The caller holds the node's lock."""
+    """Processes believed to be alive. The caller holds the node's lock."""
 
     def __init__(self) -> None:
         self._seen: dict[Name, float] = {}
-        self._looked = time.monotonic()
+        self._checked = time.monotonic()
 
     def __contains__(self, name: object) -> bool:
         return name in self._seen
@@ -34,19 +34,22 @@ class Leases(Generic[Name]):
     def __len__(self) -> int:
         return len(self._seen)
 
-    def renew(self, name: Name) -> None:
-        """Note a sign of life, perhaps the first."""
+    def renew_lease(self, name: Name) -> None:
+        """Record a sign of life, which may be the first."""
         self._seen[name] = time.monotonic()
 
-    def drop(self, name: Name) -> bool:
-        """Forget a process; False if it was not known."""
+    def drop_lease(self, name: Name) -> bool:
+        """Forget a process. Return whether it was known."""
         return self._seen.pop(name, None) is not None
 
-    def expired(self, now: float) -> list[Name]:
-        """Processes that were silent for longer than a lease. Call it often: after a
-        long pause, in which this process stood still itself, the others get grace."""
-        if now > self._looked + _STALL:
+    def find_expired(self, now: float) -> list[Name]:
+        """List processes silent for longer than a lease.
+
+        Call this often. After a long pause between calls we give the others some grace, because
+        this process stalled and may have missed their messages.
+        """
+        if now > self._checked + _STALL:
             earliest = now + _GRACE - LEASE_SECONDS
             self._seen = {name: max(seen, earliest) for name, seen in self._seen.items()}
-        self._looked = now
+        self._checked = now
         return [name for name, seen in self._seen.items() if now > seen + LEASE_SECONDS]

@@ -1,7 +1,7 @@
 """Wire messages (msgspec, MessagePack). Nodes speak tokens, never text.
 
-Every message names the instance it is for in ``to``; an instance drops what is meant for another.
-Token ids travel as little-endian int32 bytes. Times are seconds.
+Every message names its receiver in ``to``, and an instance drops messages for another one. Token
+ids travel as little-endian int32 bytes. Times are seconds.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import msgspec
 
 from pd.core.node_info import MAX_PLANES, Role
 from pd.core.node_load import NodeLoad
+from pd.core.release import RELEASE
 from pd.core.sampling_params import SamplingParams
 
 ROOM_BYTES = 16
@@ -19,35 +20,52 @@ MAX_MESSAGE_BYTES = 64 << 20
 HEARTBEAT_INTERVAL = 0.5
 # Long enough for a busy two-core host, short enough that an error reaches the client within 5 s.
 LEASE_SECONDS = 3.5
-# Prefill nodes that a decode node is asked to meet before a request comes. The others it meets with
-# their first request.
+# Longest time in seconds for which a client can ask to keep its prompt in a prefix cache.
+MAX_PREFIX_LEASE = 60.0
+# Limit on the prefill nodes that a decode node meets ahead of requests. It meets the others
+# with their first request.
 MAX_MEETINGS = 64
 
-# Instead of the number of a batch of prefix events: none was taken yet, and none is wanted.
+# These stand for the number of a batch of prefix events: none taken so far, and none wanted.
 PREFIXES_UNKNOWN, PREFIXES_UNWANTED = -1, -2
 
 RoomId = Annotated[bytes, msgspec.Meta(min_length=ROOM_BYTES, max_length=ROOM_BYTES)]
 PageHashes = Annotated[bytes, msgspec.Meta(max_length=MAX_MESSAGE_BYTES)]
 Duration = Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
-# A hidden state: 16,384 numbers of four bytes, and some room.
+# A hidden state has up to 16,384 numbers of four bytes; the rest is headroom.
 DrafterState = Annotated[bytes, msgspec.Meta(max_length=256 << 10)]
-# Run delay of a process since it began to read it, see :mod:`pd.core.starvation`.
+# Run delay of a process since its first reading, see :mod:`pd.util.starvation`.
 TotalDelay = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
-# Leading tokens that are cached, for each group of planes. Numbers that cannot be end the request,
-# which would wait in vain if the message were dropped.
+# Number of cached leading tokens for each group of planes. An impossible number ends the request,
+# because it would wait in vain if we dropped the message.
 CachedLengths = Annotated[tuple[int, ...], msgspec.Meta(min_length=1, max_length=MAX_PLANES)]
+
+Release = Annotated[str, msgspec.Meta(max_length=256)]
 
 Fault: TypeAlias = Literal["node", "peer", "pair", "nobody"]
 
 
 class Message(msgspec.Struct, tag=True, forbid_unknown_fields=True, kw_only=True):
-    """Base: ``to`` is the instance id of the receiver, ``sender`` of the sender."""
+    """Base of all messages.
+
+    Attributes:
+        to: instance id of the receiver.
+        sender: instance id of the sender.
+    """
 
     to: str
     sender: str
 
 
-class ErrorInfo(msgspec.Struct, forbid_unknown_fields=True):
+class Report(Message, forbid_unknown_fields=False):
+    """Base of messages that only report something.
+
+    We ignore unknown fields, so we can still name a later release in an error.
+    Other messages are orders, and we must not ignore any part of an order.
+    """
+
+
+class ErrorInfo(msgspec.Struct):
     """An error on the wire, see :func:`pd.core.errors.error_from_kind`."""
 
     kind: str
@@ -59,22 +77,22 @@ class ErrorInfo(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Generate(Message):
-    """One request's part for one node.
+    """Ask a node to do its part of a request.
 
     Attributes:
         rid: the client's name for the request.
-        room: 16 random bytes, minted by the proxy for each attempt.
+        room: 16 random bytes, drawn by the proxy for each attempt.
         token_ids: the prompt, int32; in a resumed request followed by the output so far.
-        produced: how many of ``token_ids``, at their end, other nodes have output before. The next
-            token is output at this position. Only with one choice, and without log probabilities of
-            the prompt.
+        produced: number of ``token_ids`` at their end that other nodes have output. The next token
+            gets this position. Only with one choice, and without log probabilities of the prompt.
         namespace: separates cached prefixes (``cache_salt`` and ``extra_key``).
-        owner: tells the keys apart with which clients came, without telling what they are.
+        owner: distinguishes clients by their API keys without revealing the keys.
         timeout: seconds until the deadline, or None.
-        ttft: seconds within which the first token should come; 0 if nothing is said of that.
-        waited: how many of them have passed.
-        peer: instance id of the other node of the pair; empty when P needs no D.
+        ttft: objective for the seconds until the first token; 0 without one.
+        waited: seconds of ``ttft`` that have passed.
+        peer: instance id of the other node of the pair; empty if P needs no D.
         peer_bootstrap: on D, ``http://host:port`` of P's registry.
+        prefix_lease: seconds for which the node should prefer to keep the prompt cached.
     """
 
     rid: str
@@ -90,19 +108,24 @@ class Generate(Message):
     waited: Duration = 0.0
     peer: str = ""
     peer_bootstrap: str = ""
+    prefix_lease: Annotated[float, msgspec.Meta(ge=0.0, le=MAX_PREFIX_LEASE)] = 0.0
 
 
 class GenerateTogether(Message):
-    """Several requests that arrive at a node in one event, so that its scheduler sees all of them
-    before it computes one: what they share is computed once, and the rest in one batch."""
+    """Several requests in one message.
+
+    The scheduler sees all of them before it starts one, so it computes a shared prefix once and the
+    rest in one batch.
+    """
 
     requests: list[Generate]
 
 
 class Abort(Message):
-    """End a room, or a choice of it (its stop string was found); unknown rooms leave a tombstone.
+    """End a room, or one choice whose stop string was found. Unknown rooms leave a tombstone.
 
-    ``index`` None ends all choices.
+    Attributes:
+        index: the choice; None for all of them.
     """
 
     room: bytes
@@ -110,29 +133,40 @@ class Abort(Message):
     reason: str = "aborted"
 
 
+class EndPrefixLease(Message):
+    """End the lease of a request's cached prompt. Unknown requests are ignored."""
+
+    rid: str
+    owner: Annotated[str, msgspec.Meta(max_length=64)] = ""
+
+
 class TakeBack(Message):
-    """Give a request back that waits for its prompt to be computed, since its first token is
-    expected earlier at another node. The node answers with :class:`TakenBack`."""
+    """Take back a request waiting for prefill, because another node would be faster.
+
+    The node answers with :class:`TakenBack`.
+    """
 
     room: RoomId
 
 
-class ProxyHeartbeat(Message):
-    """Sent to every node twice a second; ``to`` is empty until the instance is known.
+class ProxyHeartbeat(Report):
+    """Sent to every node twice a second. ``to`` is empty until the proxy knows the instance.
 
-    A proxy has two senders of them: its event loop, and a thread under
-    :func:`heartbeat_identity`, which only keeps the lease and gets no answer.
+    A proxy sends heartbeats from its event loop, and from a thread under
+    :func:`heartbeat_identity`. The thread only keeps the lease and gets no answer.
 
     Attributes:
         run_delay: run delay of the proxy.
-        run_delays: run delays of nodes by instance id, so that a node knows a peer's before the two
+        run_delays: run delays of nodes by instance id, because a node needs a peer's before the two
             have met.
-        meet: on a decode node: prefill nodes whose requests may come, instance id and
-            ``http://host:port`` of the registry, so that the link is there when one does.
+        meet: prefill nodes for hand-offs to this decode node: instance id, and
+            ``http://host:port`` of the registry. The node connects before the first request.
         number: counts the heartbeats of the proxy to this node.
-        itl: seconds between tokens that the proxy wants (``--slo-itl-ms``); 0 if it was not told.
-        prefixes: number of the last batch of :class:`PrefixEvents` that the proxy has taken.
-        decides: the proxy wants the lease with which it may move the role of an elastic node.
+        itl: the proxy's objective for seconds between tokens (``--slo-itl-ms``); 0 without one.
+        prefixes: number of the last batch of :class:`PrefixEvents` processed by the proxy.
+        decides: the proxy asks for the lease on the role of an elastic node.
+        release: of the proxy (:mod:`pd.core.release`), added by :func:`encode_message`; empty
+            from a proxy without one.
     """
 
     run_delay: TotalDelay = 0.0
@@ -142,15 +176,16 @@ class ProxyHeartbeat(Message):
     itl: Duration = 0.0
     prefixes: Annotated[int, msgspec.Meta(ge=-2, le=1 << 62)] = PREFIXES_UNWANTED
     decides: bool = False
+    release: Release = ""
 
 
 class PreferRole(Message):
-    """Have an elastic node prefer a role.
+    """Make an elastic node prefer a role.
 
     Attributes:
-        role: None, which only administrators order, leaves it to the proxy that has the lease.
-        fixed: an administrator wants it. Otherwise the proxy has the node's lease.
-        term: of the lease.
+        role: None leaves the choice to the proxy with the lease. Only administrators may send it.
+        fixed: an administrator ordered the role. Otherwise the proxy has the node's lease.
+        term: number of the lease.
     """
 
     role: Role | None
@@ -162,7 +197,7 @@ class PreferRole(Message):
 
 
 class TokenLogprobs(msgspec.Struct, forbid_unknown_fields=True, array_like=True):
-    """Log probability of one token and of the likeliest ones, best first."""
+    """Log probabilities of one token and of the likeliest tokens, best first."""
 
     token_id: int
     logprob: float | None
@@ -170,15 +205,19 @@ class TokenLogprobs(msgspec.Struct, forbid_unknown_fields=True, array_like=True)
     top_logprobs: list[float] = []
 
 
-class Finish(msgspec.Struct, forbid_unknown_fields=True):
-    """Reason why a choice ended. ``matched``: the token id that ended it, for ``stop``."""
+class Finish(msgspec.Struct):
+    """Reason for the end of a choice.
+
+    Attributes:
+        matched: final token id, for ``stop``.
+    """
 
     type: Literal["stop", "length"]
     matched: int | None = None
 
 
-class Stages(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """Seconds a request spent in each stage, as far as the sender knows."""
+class Stages(msgspec.Struct, omit_defaults=True):
+    """Seconds of a request in each stage, as far as the sender knows."""
 
     queue: float | None = None
     bootstrap: float | None = None
@@ -187,15 +226,15 @@ class Stages(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     decode: float | None = None
 
 
-class Output(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+class Output(msgspec.Struct, omit_defaults=True):
     """New tokens of one choice.
 
     Attributes:
-        position: index among the choice's output tokens of the first of ``token_ids``.
-        logprobs: one entry per token when asked for.
-        cached_tokens, prompt_logprobs: with token 1 from the node that computed the prompt; of a
-            long prompt they come before it in parts, without token ids.
-        transferred_bytes: on D's first message: KV bytes received for this room.
+        position: index of the first of ``token_ids`` in the choice's output.
+        logprobs: one entry per token, if requested.
+        cached_tokens, prompt_logprobs: sent with token 1 by the prefilling node. For a long
+            prompt they come earlier, in parts without token ids.
+        transferred_bytes: KV bytes received for this room; in D's first message.
     """
 
     room: bytes
@@ -210,17 +249,18 @@ class Output(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     stages: Stages | None = None
 
 
-class StepOutputs(Message):
-    """Outputs of one step for one proxy."""
+class StepOutputs(Report):
+    """The outputs of one step for one proxy."""
 
     outputs: list[Output]
 
 
-class Failed(Message):
-    """The room ended without success on this node.
+class Failed(Report):
+    """The room failed on this node.
 
-    ``fault``: the node at fault as this one sees it: itself, its peer, or one of the pair, of which
-    neither knows which; ``nobody`` if it takes no requests at present and so has not begun.
+    Attributes:
+        fault: the node at fault, as far as the sender knows: itself, its peer, or either of the
+            pair; ``nobody`` if the node did not start because it takes no requests now.
     """
 
     room: bytes
@@ -228,34 +268,34 @@ class Failed(Message):
     fault: Fault = "node"
 
 
-class StepFailed(Message):
-    """A step failed, and with it these rooms of one proxy."""
+class StepFailed(Report):
+    """A step failed, and these rooms of one proxy with it."""
 
     rooms: list[bytes]
     error: ErrorInfo
 
 
-class TakenBack(Message):
+class TakenBack(Report):
     """Answer to :class:`TakeBack`.
 
     Attributes:
-        taken: no token of the prompt was computed, and the node has ended the request without
-            another word. Otherwise it goes on there, or has ended.
+        taken: the node had not started the prefill, and has dropped the request without a further
+            message. If false, the request continues there or has ended.
     """
 
     room: RoomId
     taken: bool
 
 
-class RoleState(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """The role that an elastic node prefers (:mod:`pd.node.role_lease`).
+class RoleState(msgspec.Struct, omit_defaults=True):
+    """The preferred role of an elastic node (:mod:`pd.node.role_lease`).
 
     Attributes:
         role: None before anybody set it.
         fixed: an administrator set it.
-        decider: proxy that has the lease with which it may move the role; empty if none has.
-        term: of the last lease.
-        administered: orders of administrators that the node has got since its start.
+        decider: proxy with the lease on the role; empty without one.
+        term: number of the last lease.
+        administered: number of administrators' orders since the node started.
     """
 
     role: Role | None = None
@@ -265,23 +305,25 @@ class RoleState(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     administered: int = 0
 
 
-class NodeHeartbeat(Message):
+class NodeHeartbeat(Report):
     """Answer to ProxyHeartbeat: the node's instance and its load.
 
     Attributes:
         ready: accepts new requests.
-        queued_tokens: prompt tokens not yet computed (prefill) or reserved (decode).
-        running: requests on the node that have not ended.
-        losses: how often the node gave up the requests of this proxy, because messages were lost or
-            the proxy was silent. When the number grows, the proxy gives up what it has at the node.
-        run_delay: run delay of the node in seconds (:mod:`pd.core.starvation`).
-        linked: a decode node's prefill nodes whose link is made; None if the node has no links.
-        load: of an elastic node; None of others.
-        answers: ``number`` of the heartbeat that this answers: what was sent to the node before it
-            is in the load.
-        leaving: asks to have its requests moved to other nodes.
-        stuck: a step is under way for far longer than steps take.
-        roles: of an elastic node; None of others.
+        queued_tokens: prompt tokens not yet computed (prefill) or not yet reserved (decode).
+        running: unfinished requests on the node.
+        losses: how often the node dropped all requests of this proxy, because messages were lost or
+            the proxy was silent. When the number grows, the proxy drops its side, too.
+        run_delay: run delay of the node in seconds (:mod:`pd.util.starvation`).
+        linked: prefill nodes linked to a decode node; None if the node has no links.
+        load: load of an elastic node; None for others.
+        answers: ``number`` of the answered heartbeat. The load includes all messages that
+            the proxy sent before that heartbeat.
+        leaving: the node asks to move its requests to other nodes.
+        stuck: a step takes far longer than usual.
+        roles: role of an elastic node; None for others.
+        release: release of the node. We omit it for a proxy without one, because such a proxy
+            would reject the field.
     """
 
     ready: bool
@@ -295,15 +337,16 @@ class NodeHeartbeat(Message):
     leaving: bool = False
     stuck: bool = False
     roles: RoleState | None = None
+    release: Release | msgspec.UnsetType = msgspec.UNSET
 
 
-class PrefixEvents(Message):
-    """A batch of changes of an elastic node's prefix cache, by the hashes of pages
-    (:mod:`pd.radix.prefix_hashes`), joined.
+class PrefixEvents(Report):
+    """A batch of changes of an elastic node's prefix cache.
 
     Attributes:
-        number: of the batch; a snapshot has that of the last one.
-        snapshot: ``stored`` is all that is cached.
+        number: number of the batch. A snapshot has that of the last batch.
+        stored, removed: hashes of pages (:mod:`pd.radix.prefix_hashes`), joined.
+        snapshot: ``stored`` is the whole cache.
     """
 
     number: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
@@ -319,16 +362,18 @@ class PrefixEvents(Message):
 # ---- decode node to prefill node and back (over P's message socket)
 
 
-class PeerHeartbeat(Message):
-    """Sent both ways between handshaken peers, twice a second, with the sender's ``run_delay``."""
+class PeerHeartbeat(Report):
+    """Sent both ways between peers after their handshake, twice a second."""
 
     run_delay: TotalDelay = 0.0
 
 
 class GrammarReady(Message):
-    """Either way, for a room whose request has a grammar: the sender has compiled it. D begins, and
-    repeats it until P answers, which does so once it has the grammar, too. D reserves nothing
-    before."""
+    """Either way: the sender has compiled the grammar of a room.
+
+    D sends it first, and repeats it until P answers. P answers once it has compiled the grammar,
+    too. D reserves nothing before that.
+    """
 
     room: RoomId
 
@@ -337,10 +382,10 @@ class Reservation(Message):
     """D to P: D has reserved pages for the prompt.
 
     Attributes:
-        epoch: minted by D, unique in its life; names this reservation in every write.
-        cached: leading tokens of the prompt that D holds already and P need not send, for each
-            group of planes (:class:`pd.core.node_info.Plane`).
-        destination: for the backend (slots for one-sided writes); empty if it needs none.
+        epoch: number of the reservation, unique in D's lifetime. Every write names it.
+        cached: number of leading tokens cached by D, so P need not send them, for each group of
+            planes (:class:`pd.core.node_info.Plane`).
+        destination: data for the backend (slots for one-sided writes); empty if it needs none.
     """
 
     room: bytes
@@ -350,7 +395,7 @@ class Reservation(Message):
 
 
 class FirstToken(msgspec.Struct, forbid_unknown_fields=True):
-    """Token 1 of one choice, sampled on P; ``finish`` when it ended the choice there."""
+    """Token 1 of one choice, sampled on P. ``finish`` is set if it ended the choice."""
 
     index: int
     token_id: int
@@ -359,16 +404,16 @@ class FirstToken(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Commit(Message):
-    """P to D, resent until acknowledged: all data of the epoch left P.
+    """P to D, resent until acknowledged: all data of the epoch has left P.
 
     Attributes:
-        num_bytes: what P wrote; D compares it with its own count where its backend has one.
-        first_tokens: token 1 of each choice, from which D goes on.
-        digest: of the KV that was sent; empty without ``--kv-digest``.
-        drafter_state: what D's drafter needs of the last prompt token; empty if it needs nothing,
-            or if there is nothing.
-        wire_seconds, exposed_seconds: how long that took and what of it came after the prompt was
-            computed, for D's metrics.
+        num_bytes: bytes written by P. D compares them with its own count, if its backend counts.
+        first_tokens: token 1 of each choice, with which D continues.
+        digest: digest of the KV; empty without ``--kv-digest``.
+        drafter_state: hidden state of the last prompt token for D's drafter; empty if it needs
+            none or none exists.
+        wire_seconds, exposed_seconds: duration of the transfer, and the part of it after the
+            prefill, for D's metrics.
     """
 
     room: bytes
@@ -382,11 +427,13 @@ class Commit(Message):
 
 
 class PromptExpected(Message):
-    """P to D: when the prompt will be computed. Sent with each chunk that is planned, and when D
-    reserves if one was planned before.
+    """P to D: when the prefill will finish.
+
+    P sends it with each planned chunk, and after D's reservation if a chunk is planned
+    already.
 
     Attributes:
-        seconds: from now on, as the cost model of P predicts.
+        seconds: time from now on, predicted by P's cost model.
     """
 
     room: bytes
@@ -401,14 +448,15 @@ class CommitAck(Message):
     epoch: int
 
 
-# ``AbortRoom`` with this kind is no failure: token 1 ended the request.
+# An ``AbortRoom`` of this kind is no failure: token 1 ended the request.
 FINISHED = "finished"
 
 
 class AbortRoom(Message):
-    """Either way: the sender gave the room up. From D to P it asks for :class:`Drained`.
+    """Either way: the sender gave up the room. If D sends it, P answers with :class:`Drained`.
 
-    ``epoch`` is 0 when the sender knows no reservation.
+    Attributes:
+        epoch: 0 if the sender knows of no reservation.
     """
 
     room: bytes
@@ -417,14 +465,14 @@ class AbortRoom(Message):
 
 
 class Drained(Message):
-    """P to D: P reads no page for this epoch any more, and no write of it can reach D's pages."""
+    """P to D: P no longer reads pages for this epoch, and no write of it can reach D's pages."""
 
     room: bytes
     epoch: int
 
 
 class Returned(Message):
-    """P to D: P has sent nothing of this epoch and will not. D may use the pages again."""
+    """P to D: P has sent nothing of this epoch and never will, so D may reuse the pages."""
 
     room: bytes
     epoch: int
@@ -434,6 +482,7 @@ AnyMessage: TypeAlias = (
     Generate
     | GenerateTogether
     | Abort
+    | EndPrefixLease
     | TakeBack
     | ProxyHeartbeat
     | PreferRole
@@ -454,9 +503,8 @@ AnyMessage: TypeAlias = (
     | Returned
 )
 
-# Messages whose loss has no consequence: heartbeats come twice a second, prefix events have numbers
-# of their own, which role a node prefers is in its heartbeats, and a decode node repeats what it
-# says of a grammar until that is answered.
+# The loss of these messages has no consequence: heartbeats come twice a second, prefix events have
+# their own numbers, heartbeats repeat the preferred role, and decode nodes repeat GrammarReady.
 _UNCOUNTED = (
     ProxyHeartbeat,
     NodeHeartbeat,
@@ -467,9 +515,8 @@ _UNCOUNTED = (
 )
 
 
-def counts(message: Message) -> bool:
-    """Whether the loss of a message has consequences, so that it is numbered
-    (:mod:`pd.core.numbering`)."""
+def is_counted(message: Message) -> bool:
+    """Whether we number a message (:mod:`pd.util.numbering`) because its loss has consequences."""
     return not isinstance(message, _UNCOUNTED)
 
 
@@ -477,12 +524,12 @@ _HEARTBEAT_SUFFIX = "/heartbeat"
 
 
 def heartbeat_identity(proxy: str) -> str:
-    """Sender under which a proxy's thread keeps its lease while its event loop is busy."""
+    """Return the sender name of the thread that keeps a proxy's lease while its loop is busy."""
     return proxy + _HEARTBEAT_SUFFIX
 
 
 def heartbeat_owner(identity: bytes) -> bytes:
-    """The proxy whose lease a heartbeat of this sender renews."""
+    """Return the proxy whose lease a heartbeat of this sender renews."""
     return identity.removesuffix(_HEARTBEAT_SUFFIX.encode())
 
 
@@ -490,13 +537,15 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
 
 
-def encode(message: Message) -> bytes:
-    """Serialize one message."""
+def encode_message(message: Message) -> bytes:
+    """Serialize one message. A proxy's heartbeats get the release of this process."""
+    if type(message) is ProxyHeartbeat and not message.release:
+        message.release = RELEASE
     return _encoder.encode(message)
 
 
-def decode(frame: bytes | memoryview) -> AnyMessage:
-    """Parse one frame; raises msgspec.DecodeError or ValidationError on anything else."""
+def decode_message(frame: bytes | memoryview) -> AnyMessage:
+    """Parse one frame. Raises msgspec.DecodeError or ValidationError if it is malformed."""
     if len(frame) > MAX_MESSAGE_BYTES:
         raise msgspec.DecodeError(f"frame of {len(frame)} bytes exceeds {MAX_MESSAGE_BYTES}")
     message: AnyMessage = _decoder.decode(frame)

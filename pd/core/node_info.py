@@ -1,6 +1,6 @@
 """Description of a node, published in the handshake.
 
-What clients and proxies read of a node (``/server_info``) is written in :mod:`pd.node.info`.
+:mod:`pd.node.info` writes ``/server_info``, the description for clients and proxies.
 """
 
 from __future__ import annotations
@@ -9,22 +9,24 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import msgspec
 
+from pd.core.brief import short_repr
 from pd.core.errors import HandshakeError, TransferError, UsageError
+from pd.core.release import RELEASE, REMEDY, describe_release
 from pd.core.sampling_params import SamplingDefaults
-from pd.core.transfer_choice import choose
+from pd.core.transfer_choice import choose_backend
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 Role = Literal["prefill", "decode", "unified"]
 
-# Name in messages of the settings that --generation-config changes.
+# Name of the settings changed by --generation-config, in error messages.
 SAMPLING_DEFAULTS = "recommended sampling (--generation-config)"
-# What messages say of a node whose drafter, if it has one, needs nothing of its peer.
+# Error messages say this about a node without a drafter, if its peer's drafter needs data.
 NO_HEAD = "no EAGLE head"
 
-# Limits on what a peer may publish. The longest honest value is a library's connection record in
-# base64, a few kilobytes.
+# Limits on a peer's addresses. The longest honest value is a library's connection record in base64,
+# a few kilobytes.
 MAX_BACKENDS = 8
 MAX_ADDRESS_FIELDS = 16
 MAX_ADDRESS_CHARS = 16 << 10
@@ -34,10 +36,18 @@ Address = Annotated[dict[_Name, _Value], msgspec.Meta(max_length=MAX_ADDRESS_FIE
 Transfers = Annotated[dict[_Name, Address], msgspec.Meta(max_length=MAX_BACKENDS)]
 
 
+# Settings with an influence on a node's answers, by name; see :mod:`pd.engine.identity`.
+MAX_IDENTITY_CHARACTERS = 256
+_SettingName = Annotated[str, msgspec.Meta(max_length=64, pattern=r"\A[\w.,:() -]+\Z")]
+_SettingValue = Annotated[str, msgspec.Meta(max_length=MAX_IDENTITY_CHARACTERS)]
+Identity = Annotated[dict[_SettingName, _SettingValue], msgspec.Meta(max_length=128)]
+# Limit on further different settings named in an error message.
+MAX_NAMED = 3
+
 MAX_PLANES = 8
 MAX_LAYERS = 4096
 MODEL_PLANE = "model"
-# Planes begin at multiples of this in a pool's memory, like everything that CUDA allocates.
+# Planes begin at multiples of this in a pool's memory, as CUDA's own allocations do.
 PLANE_ALIGNMENT = 512
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -51,18 +61,18 @@ _Ranks = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 
 
 class Plane(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Vectors of one shape and dtype that a pool keeps of every token in some layers.
+    """Vectors of one shape and dtype, kept by a pool for every token in some layers.
 
-    The bounds hold for what a peer publishes.
+    The fields have bounds because peers publish them.
 
     Attributes:
         name: ``model`` for the K and V of the model itself.
         num_heads, head_dim: shape of one vector, with the heads of all tensor-parallel ranks.
-        vectors: vectors of each token in each layer: 2 for K and V, or 1.
+        vectors: number of vectors per token and layer: 2 for K and V, or 1.
         sharded: the heads are divided among the tensor-parallel ranks. Otherwise rank 0 has the
-            whole plane and the other ranks have nothing of it.
-        group: planes of one group are cached together: of a prompt, a node holds equally many
-            leading tokens in all of them.
+            whole plane and the others have nothing.
+        group: planes of one group are cached together, so a node has equally many leading tokens
+            of a prompt in all of them.
     """
 
     name: _Name
@@ -81,10 +91,10 @@ class Plane(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.num_layers * self.vectors * row
 
     def __str__(self) -> str:
-        what = "K and V" if self.vectors == 2 else "one vector"
+        vectors = "K and V" if self.vectors == 2 else "one vector"
         where = "divided among ranks" if self.sharded else "on rank 0"
         return (
-            f"{what} of {self.num_layers} layers, {self.num_heads} heads x {self.head_dim}, "
+            f"{vectors} of {self.num_layers} layers, {self.num_heads} heads x {self.head_dim}, "
             f"{self.dtype}, {where}, group {self.group}"
         )
 
@@ -153,16 +163,19 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return sum(plane.token_bytes for plane in self.planes)
 
     def missing_bytes(self, cached: Sequence[int], num_tokens: int) -> int:
-        """Bytes of a prompt of ``num_tokens`` of which ``cached`` leading tokens are there, a
-        number for each group of planes."""
+        """Count the uncached bytes of a prompt.
+
+        Args:
+            cached: number of cached leading tokens for each group of planes.
+            num_tokens: length of the prompt.
+        """
         return sum((num_tokens - cached[p.group]) * p.token_bytes for p in self.planes)
 
     def of_rank(self, rank: int) -> KVLayout:
-        """Return the layout of the pool of one tensor-parallel rank. Its layers are numbered
-        through the planes that it has.
+        """Return the layout of one tensor-parallel rank's pool. It numbers its own layers.
 
         Raises:
-            UsageError: the heads of a plane cannot be divided.
+            UsageError: the heads of a plane cannot be divided among the ranks.
         """
         if self.tp_size == 1:
             return self
@@ -183,10 +196,10 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             planes = [msgspec.structs.replace(plane, group=0) for plane in planes]
         return msgspec.structs.replace(self, planes=tuple(planes))
 
-    def extents(self, num_slots: int) -> list[range]:
-        """Return the bytes that each plane takes in the memory of a pool of ``num_slots``.
+    def plane_extents(self, num_slots: int) -> list[range]:
+        """Return the bytes of each plane in the memory of a pool of ``num_slots``.
 
-        Planes that are not sharded come last, so that the memory of a rank without them has
+        Unsharded planes come last. The memory of a rank without them therefore has
         everything else in the same places.
         """
         extents, end = [range(0)] * len(self.planes), 0
@@ -200,18 +213,22 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NodeInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A node as it introduces itself; a restart makes a new ``instance_id``.
+    """A node as it introduces itself. It gets a new ``instance_id`` when it restarts.
+
+    Nodes of other releases may have other fields, see :func:`decode_node_info`.
 
     Attributes:
-        model_id: fingerprint of what determines the KV values (architecture and weights source).
+        model_id: digest of ``identity``.
         endpoint: ``tcp://host:port`` of the node's message socket.
         bootstrap: ``http://host:port`` of a prefill node's registry, else empty.
-        transfers: the transfer backends offered, in order of preference, and what each of them
-            publishes, which only the same backend understands.
-        kv_digest: commits carry a digest of the KV, which is verified.
-        sampling_defaults: what the model recommends for requests that do not say otherwise.
-        drafter: describes a drafter that needs something of the node which computes the prompt:
-            algorithm, fingerprint, widths and dtype. Empty for others.
+        transfers: addresses of the node's transfer backends, in order of preference.
+            Only the same backend understands an address.
+        kv_digest: commits carry a digest of the KV, and the receiver verifies it.
+        sampling_defaults: the model's recommended sampling.
+        drafter: describes a drafter that needs data of the prefilling node: algorithm,
+            fingerprint, widths and dtype. Empty for other drafters.
+        identity: settings with an influence on the node's answers, by name.
+        release: release of pd (:mod:`pd.core.release`).
     """
 
     instance_id: str
@@ -224,9 +241,11 @@ class NodeInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_digest: bool = False
     sampling_defaults: SamplingDefaults = SamplingDefaults()
     drafter: str = ""
+    identity: Identity = {}
+    release: str = RELEASE
 
     def address_of(self, backend: str) -> dict[str, str]:
-        """Address published for ``backend``. Raises TransferError if there is none."""
+        """Return the address for ``backend``. Raises TransferError if there is none."""
         address = self.transfers.get(backend)
         if address is None:
             offered = ", ".join(self.transfers) or "nothing"
@@ -236,15 +255,44 @@ class NodeInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return address
 
 
+class _StatedRelease(msgspec.Struct):
+    """The fields stated by every release."""
+
+    instance_id: str = ""
+    release: str = ""
+
+
+# NOTE: we make decoders while only one thread runs, see :mod:`pd.bootstrap.client`.
+_stated_decoder = msgspec.json.Decoder(_StatedRelease)
+_info_decoder = msgspec.json.Decoder(NodeInfo)
+
+
+def decode_node_info(data: bytes, own: NodeInfo) -> NodeInfo:
+    """Parse another node's description.
+
+    Raises:
+        HandshakeError: the node runs another release. The message names both.
+        msgspec.DecodeError: the data is no NodeInfo.
+    """
+    stated = _stated_decoder.decode(data)
+    if stated.release != own.release:
+        raise HandshakeError(
+            f"version differs: {own.role} node {own.instance_id} runs "
+            f"{describe_release(own.release)}, {short_repr(stated.instance_id)} runs "
+            f"{describe_release(stated.release)}; {REMEDY}"
+        )
+    return _info_decoder.decode(data)
+
+
 def choose_transfer(prefill: NodeInfo, decode: NodeInfo) -> str:
-    """The backend that a pair uses: the first of P's that D offers and that can work for the pair.
+    """Choose the backend of a pair: the first of P's that D offers and both can use.
 
     Both ends call this with the same two arguments, so they agree without asking each other.
 
     Raises:
-        HandshakeError: there is none; the message names both lists and why a shared one is no use.
+        HandshakeError: no backend works. The message names both lists and the obstacles.
     """
-    backend, obstacles = choose(prefill.transfers, decode.transfers)
+    backend, obstacles = choose_backend(prefill.transfers, decode.transfers)
     if backend:
         return backend
     offers = (
@@ -257,9 +305,10 @@ def choose_transfer(prefill: NodeInfo, decode: NodeInfo) -> str:
 
 
 def check_compatible(prefill: NodeInfo, decode: NodeInfo) -> None:
-    """Raise HandshakeError naming both values of the first thing that cannot be converted."""
+    """Raise HandshakeError if two nodes cannot work together, naming both values."""
     choose_transfer(prefill, decode)
     pairs: list[tuple[str, object, object]] = [
+        *identity_differences(prefill.identity, decode.identity),
         ("model", prefill.model_id, decode.model_id),
         ("--kv-digest", prefill.kv_digest, decode.kv_digest),
         ("--speculative-algorithm", prefill.drafter or NO_HEAD, decode.drafter or NO_HEAD),
@@ -267,17 +316,36 @@ def check_compatible(prefill: NodeInfo, decode: NodeInfo) -> None:
         ("layout", prefill.kv.layout, decode.kv.layout),
         *plane_differences(prefill.kv, decode.kv),
     ]
-    for name, ours, theirs in pairs:
-        if ours != theirs:
-            raise HandshakeError(
-                f"{name} differs: prefill node {prefill.instance_id} has {ours!r}, "
-                f"decode node {decode.instance_id} has {theirs!r}"
-            )
+    differences = [pair for pair in pairs if pair[1] != pair[2]]
+    if differences:
+        name, ours, theirs = differences[0]
+        others = ", ".join(name for name, *_ in differences[1 : 1 + MAX_NAMED])
+        raise HandshakeError(
+            f"{name} differs: prefill node {prefill.instance_id} has {ours!r}, "
+            f"decode node {decode.instance_id} has {theirs!r}"
+            + (f" (different, too: {others})" if others else "")
+        )
+
+
+def identity_differences(ours: Identity, theirs: Identity) -> list[tuple[str, str, str]]:
+    """List different settings of the identity: names and both values.
+
+    If a node states none, we can only compare the digests.
+    """
+    if not ours or not theirs or ours == theirs:
+        return []
+    return [
+        (name, ours.get(name, "nothing"), theirs.get(name, "nothing"))
+        for name in {**ours, **theirs}
+        if ours.get(name) != theirs.get(name)
+    ]
 
 
 def plane_differences(ours: KVLayout, theirs: KVLayout) -> list[tuple[str, object, object]]:
-    """List what keeps KV from being converted between two layouts: names and both values. Page
-    size and the number of ranks may differ."""
+    """List inconvertible differences between two layouts: names and both values.
+
+    Page sizes and the numbers of ranks may differ.
+    """
     mine, other = ({p.name: p for p in kv.planes} for kv in (ours, theirs))
     only_here: list[tuple[str, object, object]]
     only_here = [(f"plane {name!r}", str(mine[name]), "none") for name in mine if name not in other]

@@ -1,4 +1,4 @@
-"""Load that a node reports, for proxies that predict how long a request would take there."""
+"""The load of a node. Proxies predict from it how long a request would take there."""
 
 from __future__ import annotations
 
@@ -10,28 +10,27 @@ import msgspec
 from pd.core.step_cost import StepCost, StepShape
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
-# A proxy drops a report with more.
+# A proxy drops a report with a larger value.
 MAX_SECONDS = 1e6
 _Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_SECONDS)]
 _Objective = Annotated[float, msgspec.Meta(gt=0.0, le=MAX_SECONDS)]
 
 
-class NodeLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class NodeLoad(msgspec.Struct, frozen=True):
     """Load of an elastic node at one moment.
 
     Attributes:
         cost: how long its steps take.
-        itl: seconds between tokens that the node keeps while it computes prompts beside answers.
-        queued_tokens: prompt tokens that wait or are computed, without those that are cached.
+        itl: objective for the seconds between tokens while the node also prefills.
+        queued_tokens: uncached prompt tokens waiting or being computed.
         queue_seconds: predicted time until these are computed.
-        streams: sequences that are generated here, or will be when their prompts are computed.
-        answering: those of them that are generated now, or that are predicted to be very soon.
-        awaits: whether answers may come from other nodes at any time, so that no step is long.
-        context: tokens of the streams.
-        free_tokens: tokens whose KV new requests can have room for.
-        chunk: tokens of a step (``--chunked-prefill-size``).
-        prompt_share: part of the node's recent time that prompts took, and that those which wait
-            will take.
+        streams: sequences decoding here, now or after their prefill.
+        answering: number of ``streams`` decoding now or, as predicted, very soon.
+        awaits: whether other nodes may hand off requests at any time, so no step may be long.
+        context: tokens held by all streams.
+        free_tokens: free tokens of KV for new requests.
+        chunk: largest number of tokens in a step (``--chunked-prefill-size``).
+        prompt_share: share of the node's time for prompts, recently and for the queued ones.
     """
 
     cost: StepCost
@@ -53,11 +52,11 @@ class NodeLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def decoding(self) -> StepShape:
-        """A step of all the streams."""
+        """Shape of a step of all streams."""
         return StepShape(streams=self.streams, context=self.context)
 
     @property
-    def beside(self) -> StepShape:
-        """A step of the streams that are generated now, beside which prompts are computed."""
+    def answering_step(self) -> StepShape:
+        """Shape of a step of the currently decoding streams, before we add prefill."""
         context = self.context * self.answering / max(1, self.streams)
         return StepShape(streams=self.answering, context=context)

@@ -1,4 +1,4 @@
-"""Parameters of sampling, validated once by the proxy and carried to the nodes unchanged."""
+"""Sampling parameters. The proxy validates them once; nodes get them unchanged."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from pd.core.brief import brief
+from pd.core.brief import short_repr
 from pd.core.errors import InvalidRequestError
 from pd.core.grammar import Grammar
 
@@ -17,9 +17,9 @@ MAX_LOGIT_BIAS = 1024
 SEED_LIMIT = 1 << 63
 # Token ids are int32.
 TOKEN_ID_LIMIT = 1 << 31
-# Logits that are multiplied by more would overflow.
+# A smaller penalty would make logits overflow.
 MIN_PENALTY = 0.01
-# Smallest and largest value of the parameters that are numbers.
+# Smallest and largest value of each numeric parameter.
 RANGES: dict[str, tuple[float, float]] = {
     "max_tokens": (1, 1 << 31),
     "min_tokens": (0, 1 << 31),
@@ -39,30 +39,30 @@ _MIX = 0x9E3779B97F4A7C15
 
 
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Sampling of one request. Everything here acts on token 1 exactly as on later tokens.
+    """Sampling of one request. Every parameter acts on token 1 as on later tokens.
 
     Attributes:
-        max_tokens: tokens to generate at most, at least 1.
-        min_tokens: end-of-sequence and stop ids are forbidden before this many tokens.
+        max_tokens: largest number of output tokens, at least 1.
+        min_tokens: we forbid end-of-sequence and stop ids before this many tokens.
         temperature: 0 means greedy.
         top_k: keep the k likeliest tokens; 0 keeps all.
         top_p: keep the smallest set of likeliest tokens with at least this mass, in (0, 1].
         min_p: keep tokens with at least this fraction of the likeliest token's probability.
         presence_penalty: subtracted from logits of tokens already in the output, in [-2, 2].
-        frequency_penalty: the same times the count, in [-2, 2].
-        repetition_penalty: logits of tokens in prompt or output are divided by it when positive
-            and multiplied when negative, > 0.
+        frequency_penalty: the same, times the token's count in the output, in [-2, 2].
+        repetition_penalty: divides positive logits of tokens in prompt or output, and multiplies
+            negative ones; above 0.
         logit_bias: added to the logits of these token ids.
-        stop_token_ids: end the request besides the model's end-of-sequence ids.
-        ignore_eos: do not end at the model's end-of-sequence ids.
-        seed: in [0, 2**63), see :func:`sampler_seed`; the proxy mints one for requests without.
-        n: choices; choice i draws its noise from :func:`choice_seed`.
+        stop_token_ids: end a choice, in addition to the model's end-of-sequence ids.
+        ignore_eos: do not stop at the model's end-of-sequence ids.
+        seed: in [0, 2**63), see :func:`sampler_seed`. The proxy draws one if the request has none.
+        n: number of choices. Choice i draws its noise from :func:`choice_seed`.
         logprobs: report log probabilities of output tokens.
-        top_logprobs: how many likeliest tokens to report beside each, at most 20.
+        top_logprobs: likeliest tokens to report next to each output token, at most 20.
         prompt_logprobs_start: report log probabilities of prompt tokens from this position on;
-            None reports none. A prompt token's log probability needs its predecessor's logits,
-            so it limits how much of the cache may be used.
-        grammar: the language that the output is in, or None.
+            None reports none. We can use less of the cache then, because the log probability of a
+            prompt token needs the logits of its predecessor.
+        grammar: language of the output, or None.
     """
 
     max_tokens: int
@@ -90,7 +90,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.temperature == 0.0
 
     def validate(self, vocab_size: int | None = None) -> None:
-        """Check ranges. Raises InvalidRequestError naming the parameter and its value."""
+        """Check all ranges. Raises InvalidRequestError naming the parameter and its value."""
         for name, (low, high) in RANGES.items():
             value: float = getattr(self, name)
             if name == "min_tokens":
@@ -98,13 +98,14 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             # NaN is not in any range.
             if not low <= value <= high:
                 raise InvalidRequestError(
-                    f"{name} must be between {low} and {high}, not {brief(value)}", param=name
+                    f"{name} must be between {low} and {high}, not {short_repr(value)}", param=name
                 )
         if self.top_p <= 0.0:
             raise InvalidRequestError(f"top_p must be above 0, not {self.top_p}", param="top_p")
         if self.prompt_logprobs_start is not None and self.prompt_logprobs_start < 0:
             raise InvalidRequestError(
-                f"logprob_start_len must be at least 0, not {brief(self.prompt_logprobs_start)}",
+                "logprob_start_len must be at least 0, not "
+                f"{short_repr(self.prompt_logprobs_start)}",
                 param="logprob_start_len",
             )
         self._validate_token_ids(vocab_size)
@@ -113,18 +114,19 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def _validate_token_ids(self, vocab_size: int | None) -> None:
         limit = vocab_size or TOKEN_ID_LIMIT
-        for name, ids, most in (
+        for name, ids, max_entries in (
             ("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS),
             ("logit_bias", self.logit_bias, MAX_LOGIT_BIAS),
         ):
-            if len(ids) > most:
+            if len(ids) > max_entries:
                 raise InvalidRequestError(
-                    f"{name} has {len(ids)} entries; at most {most} are accepted", param=name
+                    f"{name} has {len(ids)} entries; at most {max_entries} are accepted", param=name
                 )
             for token in ids:
                 if not 0 <= token < limit:
                     raise InvalidRequestError(
-                        f"{name}: token id {brief(token)} is outside the vocabulary of {limit}",
+                        f"{name}: token id {short_repr(token)} is outside the vocabulary of "
+                        f"{limit}",
                         param=name,
                     )
         for token, bias in self.logit_bias.items():
@@ -137,9 +139,9 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Sampling that a model recommends for requests that do not say otherwise.
+    """Sampling recommended by a model. Requests may override each value.
 
-    Each value has the meaning that it has in :class:`SamplingParams`.
+    The values mean the same as in :class:`SamplingParams`.
     """
 
     temperature: float = 1.0
@@ -149,31 +151,33 @@ class SamplingDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     repetition_penalty: float = 1.0
 
     def __str__(self) -> str:
-        """The values that differ from a model without recommendations, for messages."""
+        """List the values different from the plain defaults, for messages."""
         plain = SamplingDefaults()
         names = self.__struct_fields__
         values = {n: getattr(self, n) for n in names if getattr(self, n) != getattr(plain, n)}
         return ", ".join(f"{name} {value:g}" for name, value in values.items()) or "none"
 
     def validate(self) -> None:
-        """Raises InvalidRequestError naming what is out of range."""
+        """Raise InvalidRequestError naming the value out of range."""
         SamplingParams(max_tokens=1, **self.as_arguments()).validate()
 
     def as_arguments(self) -> dict[str, Any]:
-        """Keyword arguments of :class:`SamplingParams`."""
+        """Return keyword arguments for :class:`SamplingParams`."""
         return msgspec.structs.asdict(self)
 
 
 def sampler_seed(number: int) -> int | None:
-    """Seed for any signed 64-bit integer, as clients may send; one that is in range is itself. None
-    for -1, by which clients of vLLM ask for no seed."""
+    """Map any signed 64-bit integer to a seed. Numbers in range stay as they are.
+
+    Returns None for -1, because clients of vLLM ask for no seed with it.
+    """
     return None if number == -1 else number % SEED_LIMIT
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """Seed of choice ``index``: choice 0 keeps the request's, so that n=1 and n>1 agree on it.
+    """Derive the seed of choice ``index``. Choice 0 keeps the request's, so n=1 and n>1 agree.
 
-    The mixing is the finalizer of splitmix64 (Steele, Lea, Flood, 2014).
+    We mix with the finalizer of splitmix64 (Steele, Lea, Flood, 2014).
     """
     if index == 0:
         return seed

@@ -1,4 +1,4 @@
-"""Time of a node's steps: a formula that a node fits and publishes, and a proxy evaluates."""
+"""The cost model of a node's steps. A node fits and publishes it; proxies evaluate it."""
 
 from __future__ import annotations
 
@@ -7,43 +7,48 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-# New tokens of a step up to the first number cost little where a step reads all weights anyway;
-# between the two a kernel becomes efficient; beyond the second their cost is proportional.
+# The cost of new tokens changes at these numbers. Up to the first, tokens cost little because every
+# step reads all weights anyway. Between the two, kernels become efficient. After the second, the
+# cost is proportional.
 KNEES = (64, 512)
 
-# Every step computes at least LEAST_SLICE tokens of prompts that wait, even if answers beside them
-# miss their objective, so that prompts do not starve. Where they miss it, a step computes as many
-# more as make it _MISS_FACTOR times as long: that is several times as many tokens.
+# Every step computes at least LEAST_SLICE tokens of waiting prompts, because prompts must not
+# starve even if the decoding sequences miss their objective. If they miss it anyway, we let the
+# step take _MISS_FACTOR times as long, because that buys several times as many prompt tokens.
 LEAST_SLICE = 64
 _MISS_FACTOR = 1.25
-# A few prompt tokens are computed in steps that take at most _GENTLE_FACTOR times as long as one
-# with LEAST_SLICE. They are few if they are done all the same within _GENTLE_STEPS times what a
-# step may take.
+# If only a few prompt tokens are queued, we spread them over gentle steps. These take at most
+# _GENTLE_FACTOR times as long as a step with LEAST_SLICE tokens. They count as few if gentle steps
+# finish them within _GENTLE_STEPS times the limit of one step.
 _GENTLE_FACTOR, _GENTLE_STEPS = 1.1, 4
+
+# Without an objective, a first token may take this many times as long as on an idle node after half
+# a chunk of another prompt.
+_USUAL_TTFT_FACTOR = 4.0
 
 _Coefficient = Annotated[float, msgspec.Meta(ge=0.0, le=1e3)]
 
 
-# Sizes of CUDA graphs of steps with prompt tokens are multiples of the first number up to the
-# second, and of the third beyond: on Hopper GPUs products of 448 rows take cuBLAS longer than those
-# of 512.
+# CUDA graphs of steps with prompt tokens have multiples of the first number as sizes up to the
+# second, and multiples of the third after it, because on Hopper GPUs cuBLAS needs longer for
+# products of 448 rows than for 512.
 _GRAPH_STEP, _DENSE_GRAPHS, _WIDE_GRAPH_STEP = 64, 384, 128
 
 
 def graph_rows(rows: int) -> int:
-    """The least size of a graph in which so many rows fit, if there are any as large."""
+    """Return the size of the smallest graph for ``rows`` rows, if graphs are that large."""
     step = _GRAPH_STEP if rows <= _DENSE_GRAPHS else _WIDE_GRAPH_STEP
     return -(-rows // step) * step
 
 
 class StepShape(NamedTuple):
-    """Amounts of work of one step.
+    """Amount of work in one step.
 
     Attributes:
         tokens: prompt tokens.
-        pairs: pairs of query and key of these tokens.
-        streams: tokens that continue answers, one for each sequence unless it drafts.
-        context: tokens that these sequences attend to, in all.
+        pairs: pairs of query and key of the prompt tokens.
+        streams: decoded tokens, one for each sequence unless it drafts.
+        context: tokens to which the decoding sequences attend, in all.
     """
 
     tokens: int = 0
@@ -53,29 +58,28 @@ class StepShape(NamedTuple):
 
 
 def chunk_pairs(start: int, tokens: int) -> float:
-    """Pairs of query and key of a chunk whose first token is at position ``start``."""
+    """Count pairs of query and key in a chunk whose first token is at position ``start``."""
     return tokens * (start + (tokens + 1) / 2)
 
 
-class StepCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StepCost(msgspec.Struct, frozen=True):
     """Seconds of a step as a function of its shape, linear in each coefficient.
 
     Attributes:
-        base: any step.
-        mixed: a step that computes prompt tokens, in addition.
-        first, middle, rest: a new token below, between and above :data:`KNEES`.
-        pair: a pair of query and key of prompt tokens.
-        short: in addition, such a pair of the first tokens up to the second of :data:`KNEES`: over
-            the same context, short chunks make less good use of a GPU.
-        context: a token that answers attend to.
-        stream: a row that is sampled.
-        graphs: steps with prompt tokens of up to so many rows are replayed as CUDA graphs of
-            :func:`graph_rows`, where there is room for their sequences; rows that are left over
-            take as long as others. 0 if no steps are.
+        base: cost of every step.
+        mixed: additional cost of a step with prompt tokens.
+        first, middle, rest: cost of a new token below, between and above :data:`KNEES`.
+        pair: cost of a pair of query and key of prompt tokens.
+        short: additional cost of such a pair in chunks up to the second of :data:`KNEES`, because
+            short chunks use a GPU less efficiently over the same context.
+        context: cost of a token to which decoding sequences attend.
+        stream: cost of a sampled row.
+        graphs: steps with prompt tokens and at most this many rows run as CUDA graphs of
+            :func:`graph_rows`. Unused rows of a graph take as long as others. 0 without graphs.
 
     Raises:
-        ValueError: a coefficient is not a finite number, or ``graphs`` no size of a graph (a
-            ValidationError of msgspec on decoding).
+        ValueError: a coefficient is not finite, or ``graphs`` is not the size of a graph (msgspec
+            raises a ValidationError on decoding).
     """
 
     base: _Coefficient = 0.0
@@ -98,16 +102,16 @@ class StepCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def coefficients(self) -> tuple[float, ...]:
-        """The coefficients in the order of :meth:`features`."""
+        """The coefficients in the order of :meth:`compute_features`."""
         return tuple(getattr(self, name) for name in COEFFICIENTS)
 
-    def seconds(self, shape: StepShape) -> float:
-        """Predicted time of one step."""
-        pairs = zip(self.coefficients, self.features(shape), strict=True)
+    def predict_seconds(self, shape: StepShape) -> float:
+        """Predict the time of one step."""
+        pairs = zip(self.coefficients, self.compute_features(shape), strict=True)
         return sum(coefficient * feature for coefficient, feature in pairs)
 
-    def features(self, shape: StepShape) -> tuple[float, ...]:
-        """Numbers by which the coefficients are multiplied."""
+    def compute_features(self, shape: StepShape) -> tuple[float, ...]:
+        """Return the factors of the coefficients for a step."""
         low, high = KNEES
         rows = shape.tokens + shape.streams
         if shape.tokens and rows <= self.graphs:
@@ -124,35 +128,48 @@ class StepCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             shape.streams,
         )
 
-    def largest_chunk(self, limit: float, start: int, beside: StepShape, most: int) -> int:
-        """Most prompt tokens, ``most`` at most, with which a step takes no longer than ``limit``
-        seconds.
+    def find_largest_chunk(
+        self, limit: float, start: int, decoding: StepShape, max_tokens: int
+    ) -> int:
+        """Find the most prompt tokens for a step of at most ``limit`` seconds.
 
         Args:
             start: position of the first of the tokens.
-            beside: the answers that the step continues.
+            decoding: the sequences also decoded by the step.
+            max_tokens: upper bound of the result.
         """
-        low, high = 0, most
+        low, high = 0, max_tokens
         while low < high:
             middle = (low + high + 1) // 2
-            if self.seconds(_with_chunk(beside, start, middle)) <= limit:
+            if self.predict_seconds(_add_chunk(decoding, start, middle)) <= limit:
                 low = middle
             else:
                 high = middle - 1
         return low
 
-    def prefill_seconds(self, start: int, tokens: int, chunk: int, beside: StepShape) -> float:
-        """Predicted time in which ``tokens`` prompt tokens from position ``start`` on are computed
-        in chunks, every one of them beside the same answers."""
-        return self.queue_seconds(tokens, chunk_pairs(start, tokens), chunk, beside)
+    def prefill_seconds(self, start: int, tokens: int, chunk: int, decoding: StepShape) -> float:
+        """Predict the time of ``tokens`` prompt tokens from position ``start`` on, in chunks.
 
-    def queue_seconds(self, tokens: int, pairs: float, chunk: int, beside: StepShape) -> float:
-        """Predicted time of chunks with so many tokens and pairs in all."""
+        Each step also decodes the same sequences.
+        """
+        return self.queue_seconds(tokens, chunk_pairs(start, tokens), chunk, decoding)
+
+    def usual_ttft(self, tokens: int, chunk: int) -> float:
+        """Return the time limit for the first token without an objective, in seconds.
+
+        They are several times the time of the prompt on an idle node, after half a chunk.
+        """
+        alone = self.prefill_seconds(0, tokens, chunk, StepShape())
+        half = self.prefill_seconds(0, max(1, chunk // 2), chunk, StepShape())
+        return _USUAL_TTFT_FACTOR * (alone + half)
+
+    def queue_seconds(self, tokens: int, pairs: float, chunk: int, decoding: StepShape) -> float:
+        """Predict the time of chunks with ``tokens`` and ``pairs`` in all."""
         if tokens <= 0:
             return 0.0
         steps = -(-tokens // max(1, chunk))
-        each = beside._replace(tokens=-(-tokens // steps), pairs=pairs / steps)
-        return steps * self.seconds(each)
+        each = decoding._replace(tokens=-(-tokens // steps), pairs=pairs / steps)
+        return steps * self.predict_seconds(each)
 
 
 COEFFICIENTS = tuple(name for name in StepCost.__struct_fields__ if name != "graphs")
@@ -163,34 +180,33 @@ def slice_tokens(
     limit: float,
     decoding: StepShape,
     start: int,
-    most: int,
+    max_tokens: int,
     queued: int | None = None,
 ) -> int:
-    """Prompt tokens that a step computes beside answers.
+    """Choose how many prompt tokens a step computes in addition to its decoding sequences.
 
     Args:
-        limit: seconds that the step may take.
-        decoding: the answers that it continues.
+        limit: time limit of the step, in seconds.
+        decoding: the sequences decoded by the step.
         start: position of the first prompt token.
-        most: tokens of a step.
-        queued: tokens of all prompts that wait or are under way, without those that were cached;
-            None if they are not known to be few.
+        max_tokens: largest number of tokens in a step.
+        queued: uncached tokens of all waiting and running prompts; None if they may be many.
     """
     if not decoding.streams:
-        return most
-    least = min(LEAST_SLICE, most)
-    most = max(least, most - decoding.streams)
-    shortest = cost.seconds(_with_chunk(decoding, start, least))
+        return max_tokens
+    least = min(LEAST_SLICE, max_tokens)
+    max_tokens = max(least, max_tokens - decoding.streams)
+    shortest = cost.predict_seconds(_add_chunk(decoding, start, least))
     gentle = _GENTLE_FACTOR * shortest
     if queued is not None and gentle < limit:
-        found = max(least, cost.largest_chunk(gentle, start, decoding, most))
-        if math.ceil(queued / found) * gentle <= _GENTLE_STEPS * limit:
-            return found
-    found = cost.largest_chunk(limit, start, decoding, most)
-    if found >= least:
-        return found
-    return max(least, cost.largest_chunk(_MISS_FACTOR * shortest, start, decoding, most))
+        tokens = max(least, cost.find_largest_chunk(gentle, start, decoding, max_tokens))
+        if math.ceil(queued / tokens) * gentle <= _GENTLE_STEPS * limit:
+            return tokens
+    tokens = cost.find_largest_chunk(limit, start, decoding, max_tokens)
+    if tokens >= least:
+        return tokens
+    return max(least, cost.find_largest_chunk(_MISS_FACTOR * shortest, start, decoding, max_tokens))
 
 
-def _with_chunk(shape: StepShape, start: int, tokens: int) -> StepShape:
+def _add_chunk(shape: StepShape, start: int, tokens: int) -> StepShape:
     return shape._replace(tokens=tokens, pairs=chunk_pairs(start, tokens))

@@ -1,4 +1,4 @@
-"""Choice of the transfer backend of a pair, from what both sides publish. Never imports torch."""
+"""Chooses the transfer backend of a pair from the published addresses of both sides."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def nvlink_obstacle(prefill: Published, decode: Published) -> str | None:
 
     ``nvlink`` publishes:
 
-    - ``host_id``: boot id and the inode numbers of the pid and ipc namespaces. CUDA IPC handles
-      are worth nothing elsewhere.
-    - ``device``: UUID of the GPU that holds the pool.
+    - ``host_id``: boot id and the inode numbers of the pid and ipc namespaces, because CUDA IPC
+      handles are valid nowhere else.
+    - ``device``: UUID of the pool's GPU.
     - ``reachable``: comma-separated UUIDs of the GPUs whose memory this process can map, its own
       included.
 
     Args:
-        prefill, decode: what each side's ``nvlink`` publishes.
+        prefill, decode: each side's published ``nvlink`` address.
     """
     for role, address in (("prefill", prefill), ("decode", decode)):
         for name in ("host_id", "device"):
@@ -45,11 +45,11 @@ def nvlink_obstacle(prefill: Published, decode: Published) -> str | None:
 def nixl_obstacle(prefill: Published, decode: Published) -> str | None:
     """Return why UCX cannot connect P and D, or None if it can.
 
-    ``nixl`` publishes ``reach``: ``network`` where UCX may open ports; otherwise what processes of
-    one host have in common that can copy to each other's memory, and between those it opens none.
+    ``nixl`` publishes ``reach``: ``network`` if UCX may open ports. Otherwise ``reach`` is equal
+    for processes of one host with access to each other's memory, so UCX needs no port.
 
     Args:
-        prefill, decode: what each side's ``nixl`` publishes.
+        prefill, decode: each side's published ``nixl`` address.
     """
     ours, theirs = prefill.get("reach", ""), decode.get("reach", "")
     if ours == theirs:
@@ -74,16 +74,17 @@ _OBSTACLES: dict[str, Callable[[Published, Published], str | None]] = {
 }
 
 
-def choose(
+def choose_backend(
     prefill: Mapping[str, Published], decode: Mapping[str, Published]
 ) -> tuple[str, list[str]]:
-    """The first backend of P's list that D offers and that can work for the pair.
+    """Choose the first backend of P's list that D offers and the pair can use.
 
     Args:
-        prefill, decode: backends in order of preference, and what each of them publishes.
+        prefill, decode: backends in order of preference, with their published addresses.
 
     Returns:
-        Its name, empty if there is none, and why those offered by both before it cannot work.
+        The backend's name (empty without one), and the obstacle of each earlier backend offered by
+        both.
     """
     obstacles: list[str] = []
     for name, address in prefill.items():

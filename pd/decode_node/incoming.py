@@ -1,4 +1,4 @@
-"""State of one hand-off on the node that receives the KV."""
+"""State of one hand-off on the node receiving the KV."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pd.core.messages import Commit, ErrorInfo, Reservation
-    from pd.core.request import Request
+    from pd.scheduling.request import Request
     from pd.transfer.base import Receiver
 
     IntArray = npt.NDArray[np.int32]
@@ -20,21 +20,19 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class IncomingRoom:
-    """State of the hand-off of one request, from its arrival until its pages are released.
+    """State of one request's hand-off, from its arrival until its pages are released.
 
     Attributes:
         connected: whether the prefill node shook hands.
-        awaits_grammar: whether the request has a grammar of which the prefill node has not said yet
-            that it has compiled it, too.
+        awaits_grammar: whether we still wait for the prefill node to compile the request's grammar.
         receiver: accepts the KV; None until pages are reserved.
-        reservation: message to the prefill node, which is sent once ``send_at`` has passed; None
-            until pages are reserved.
-        expected_at: when the prompt is predicted to be computed; None until the peer has begun.
-        commit_at: time at which ``commit`` arrived.
-        digest: digest of the KV, computed from the pool; None until the KV is complete.
-        quarantine: pages that were given up and may still be written by the peer; None while the
-            room lives.
-        abort_error: cause of the room's end, as the peer is told.
+        reservation: message for the prefill node, sent after ``send_at``; None until pages are
+            reserved.
+        expected_at: predicted end of the prefill; None until the peer has started it.
+        commit_at: when ``commit`` arrived.
+        digest: digest of the KV in the pool; None until the KV is complete.
+        quarantine: released pages that the peer may still write to; None while the room lives.
+        abort_error: cause of the room's end, for the peer.
         num_bytes: KV bytes of the reservation.
         lacking_since: when the request was first refused memory; None if it was not.
     """
@@ -59,5 +57,12 @@ class IncomingRoom:
     lacking_since: float | None = None
 
     def is_from_peer(self, sender: str, epoch: int) -> bool:
-        """Whether a message of this sender and epoch is about this hand-off."""
+        """Whether a message with this sender and epoch belongs to this hand-off."""
         return self.request.peer == sender and self.epoch == epoch
+
+
+def incoming_of(request: Request) -> IncomingRoom | None:
+    """Return the state of a request's hand-off, or None if this node does not receive its KV."""
+    incoming = request.incoming
+    assert incoming is None or isinstance(incoming, IncomingRoom)
+    return incoming

@@ -1,4 +1,4 @@
-"""Verification of received KV by its digest (``--kv-digest``)."""
+"""Verifies received KV by its digest (``--kv-digest``)."""
 
 from __future__ import annotations
 
@@ -14,34 +14,36 @@ if TYPE_CHECKING:
 
 
 class DigestCheck:
-    """Compares digests of commits with those of the pages. The caller holds the node's lock."""
+    """Compares the digests of commits with the pages. The caller holds the node's lock."""
 
     def __init__(self, core: NodeCore, digests: Digests) -> None:
-        self._core, self._rooms, self._digests = core, core.rooms, digests
+        self._core, self._requests, self._digests = core, core.requests, digests
 
     def is_intact(self, incoming: IncomingRoom, commit: Commit) -> bool:
-        """Whether the KV is known to have the digest that the peer computed; starts to compute it,
-        and fails the request if it differs."""
+        """Whether the KV is known to have the peer's digest.
+
+        The first call starts to compute it. Fails the request if the digests differ.
+        """
         request, reservation = incoming.request, incoming.reservation
         assert reservation is not None
         cached, stop = reservation.cached, len(request.prompt)
         if incoming.digest is None:
-            with self._core.engine.beside_steps():
-                incoming.digest = self._digests.start(request.sequence.pages, cached, stop)
+            with self._core.engine.use_side_stream():
+                incoming.digest = self._digests.start_digest(request.sequence.pages, cached, stop)
         if not incoming.digest.done():
-            return False  # its end wakes the control thread
+            return False  # its completion wakes the control thread
         try:
-            found = Digests.result(incoming.digest)
+            digest = Digests.get_result(incoming.digest)
         except TransferError as failure:
-            self._rooms.fail(request, failure)
+            self._requests.fail_request(request, failure)
             return False
-        if found == commit.digest:
+        if digest == commit.digest:
             return True
         error = TransferError(
             f"the KV of tokens {min(cached)} to {stop} was damaged on its way from prefill node "
-            f"{request.peer}: its digest is {found.hex()}, not {commit.digest.hex()}"
+            f"{request.peer}: its digest is {digest.hex()}, not {commit.digest.hex()}"
         )
-        self._rooms.fail(request, error)
+        self._requests.fail_request(request, error)
         return False
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Short chunks as CUDA graphs: short prompts, and the few new tokens of prompts that are cached.
+"""CUDA graphs for short chunks: short prompts, and the few new tokens of cached prompts.
 
-Such a step takes a few milliseconds on a GPU, less than the host needs to launch its kernels one by
-one.
+Such a step takes a GPU a few milliseconds. The host needs longer to launch its kernels one by one,
+so we capture them.
 """
 
 from __future__ import annotations
@@ -14,26 +14,32 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from pd.engine.model_runner import hide_tokens, reread_rows
+from pd.engine.forward_item import find_reread_rows
+from pd.engine.model_runner import hide_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pd.engine.cuda_graphs import GraphRecorder
-    from pd.engine.model_runner import ForwardItem, ModelRunner
+    from pd.engine.forward_item import ForwardItem
+    from pd.engine.model_runner import ModelRunner
     from pd.kernels.attention import ChunkAttention
 
-# Tokens of the chunks that are captured. Longer ones gain little: the GPU is busy for almost as
-# long as the host takes to launch them, and behind long prefixes attention is slower in a graph.
+# Captured chunk sizes in tokens. Longer chunks gain little, because the GPU is busy for almost as
+# long as the host needs for the launches. After a long prefix, attention is even slower in a graph.
 SIZES = (16, 32, 64, 128, 192, 256)
 
 
 @dataclass(frozen=True)
 class _CapturedChunk:
-    """One captured size. ``inputs`` is int64 ``[2 * tokens + 1]``: token ids, positions, and the
-    row whose logits are wanted; with an EAGLE head ``[3 * tokens + 1]``, and first where the state
-    of the token before each token lies. ``logits`` ``[1, vocab_size]`` holds the result of the last
-    replay."""
+    """One captured size.
+
+    Attributes:
+        inputs: int64 ``[2 * tokens + 1]``: token ids, positions, and the row whose logits are
+            wanted. With an EAGLE head ``[3 * tokens + 1]``: the place of the state before each
+            token comes first.
+        logits: ``[1, vocab_size]``, overwritten by each replay.
+    """
 
     attention: ChunkAttention
     inputs: torch.Tensor
@@ -42,12 +48,12 @@ class _CapturedChunk:
 
 
 class ChunkGraphs:
-    """Runs steps of one short chunk of one sequence.
+    """Runs steps made of one short chunk of one sequence.
 
     Args:
-        runner: not used by others meanwhile.
+        runner: nobody else may use it during the capture.
         recorder: shared by all graphs of the process.
-        max_context: tokens of a sequence.
+        max_context: longest sequence in tokens.
     """
 
     def __init__(self, runner: ModelRunner, recorder: GraphRecorder, *, max_context: int) -> None:
@@ -59,38 +65,41 @@ class ChunkGraphs:
         if runner.eagle is not None:
             self._fused = runner.eagle.carried.new_zeros(SIZES[-1], runner.eagle.carried.shape[1])
         for tokens in reversed(SIZES):
-            attention = runner.attention.chunk_graph(tokens, max_context)
+            attention = runner.attention.make_chunk_graph(tokens, max_context)
             if attention is None:
                 return
             inputs = memory[: self._fields * tokens + 1]
-            compute = functools.partial(self._compute, tokens, inputs, attention)
-            self._graphs[tokens] = _CapturedChunk(attention, inputs, *recorder.record(compute))
+            compute = functools.partial(self._compute_chunk, tokens, inputs, attention)
+            self._graphs[tokens] = _CapturedChunk(
+                attention, inputs, *recorder.capture_graph(compute)
+            )
 
-    def _compute(
+    def _compute_chunk(
         self, tokens: int, inputs: torch.Tensor, attention: ChunkAttention
     ) -> torch.Tensor:
         *before, ids, positions, row = inputs.split((*[tokens] * self._fields, 1))
-        features = self._model.new_features(tokens)
+        features = self._model.allocate_features(tokens)
         hidden = self._model(ids, positions, attention, rows=row, features=features)
         if self._eagle is not None and features is not None:
-            self._eagle.write(ids, positions, attention.slots, features, before[0])
+            self._eagle.write_kv(ids, positions, attention.slots, features, before[0])
             self._fused[:tokens].copy_(self._eagle.fused)
-        return self._model.logits(hidden)
+        return self._model.compute_logits(hidden)
 
     @property
     def sizes(self) -> list[int]:
-        """Tokens of the chunks that are captured."""
+        """Captured chunk sizes in tokens."""
         return sorted(self._graphs)
 
-    def fits(self, items: Sequence[ForwardItem]) -> bool:
-        """Whether this is one short chunk of which at most the last token's logits are wanted."""
-        if not self._graphs or len(items) != 1 or items[0].branches:
+    def can_run(self, items: Sequence[ForwardItem]) -> bool:
+        """Whether the step is one short chunk and needs no logits except those of its last
+        token."""
+        if not self._graphs or len(items) != 1 or items[0].has_branches:
             return False
         return len(items[0].token_ids) <= SIZES[-1] and items[0].num_logits <= 1
 
     def run(self, item: ForwardItem) -> torch.Tensor:
-        """See :meth:`pd.engine.model_runner.ModelRunner.forward`; the chunk's token ids are known.
-        The logits are overwritten by the next run."""
+        """Do :meth:`pd.engine.model_runner.ModelRunner.forward` for a chunk whose token ids the
+        host knows. The next run overwrites the logits."""
         count = len(item.token_ids)
         tokens = SIZES[bisect_left(SIZES, count)]
         graph = self._graphs[tokens]
@@ -101,10 +110,10 @@ class ChunkGraphs:
         positions[:count] = np.arange(item.start, item.start + count)
         inputs[-1] = count - 1
         if self._eagle is not None:
-            before[0][:count] = self._eagle.places_before([item])
+            before[0][:count] = self._eagle.find_places_before([item])
         graph.inputs.copy_(host, non_blocking=True)
         graph.attention.plan(item.start, count, item.pages)
-        reread = reread_rows([item], self._device)
+        reread = find_reread_rows([item], self._device)
         if reread is not None:
             hide_tokens(graph.attention, reread)
         graph.graph.replay()

@@ -1,9 +1,9 @@
-"""Steps as CUDA graphs: a few hundred kernels launched by one call.
+"""Steps as CUDA graphs: one call launches a few hundred kernels.
 
-A graph computes a fixed number of rows at fixed addresses, so there is one for each of a ladder of
-sizes, and a step uses the smallest that it fits in. Rows that are left over are padding: their KV
-goes to the pool's extra page, and their logits are not read. All graphs share the memory of their
-intermediate results and of their logits, since only one runs at a time.
+A graph computes a fixed number of rows at fixed addresses. So we capture a ladder of sizes, and a
+step uses the smallest one with enough rows. The remaining rows are padding: their KV goes to the
+pool's extra page, and nobody reads their logits. Only one graph runs at a time, so all of them
+share the memory of their intermediate results and logits.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ import torch
 from tqdm import tqdm
 
 from pd.engine.device_copy import to_device
-from pd.engine.model_runner import hide_tokens, reread_rows, token_positions
+from pd.engine.forward_item import find_reread_rows, find_token_positions
+from pd.engine.model_runner import hide_tokens
 from pd.kernels.attention.base import UnreadStarts
+from pd.util.output import unwrap_stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from pd.engine.model_runner import ForwardItem, ModelRunner
+    from pd.engine.forward_item import ForwardItem
+    from pd.engine.model_runner import ModelRunner
     from pd.engine.step_outcome import StepOutcome
     from pd.kernels.attention import AttentionBackend
     from pd.kernels.attention.base import Int64Array, IntArray, PlannedAttention
@@ -39,10 +42,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Captured:
-    """One captured size. ``inputs`` is int64: of each row the index of its token among all tokens,
-    its position, the token if the host has it, and with an EAGLE head where the state of the token
-    before lies; in mixed steps followed by the rows whose logits are wanted. ``logits``
-    ``[rows, vocab_size]`` or ``[wanted, vocab_size]`` holds the result of the last replay."""
+    """One captured size.
+
+    Attributes:
+        inputs: int64, three or four fields for each row: the index of its token among all tokens,
+            its position, the token if the host knows it, and with an EAGLE head the place of the
+            state before it. In mixed steps, the rows whose logits are wanted follow.
+        logits: ``[rows, vocab_size]`` or ``[wanted, vocab_size]``, overwritten by each replay.
+    """
 
     attention: PlannedAttention
     inputs: torch.Tensor
@@ -51,7 +58,7 @@ class _Captured:
 
 
 class GraphRecorder:
-    """Captures graphs that share the memory of their intermediate results."""
+    """Captures graphs and lets them share the memory of their intermediate results."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -59,22 +66,22 @@ class GraphRecorder:
         self._stream = torch.cuda.Stream(device)
 
     @torch.inference_mode()
-    def record(
+    def capture_graph(
         self, compute: Callable[[], torch.Tensor]
     ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        """Run ``compute``, which compiles and chooses kernels, then capture it.
+        """Run ``compute`` once, so that kernels are compiled and chosen, then capture it.
 
         Returns:
-            The graph and what ``compute`` returned, which each replay overwrites.
+            The graph, and the result of ``compute``, which each replay overwrites.
         """
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             compute()
         graph = torch.cuda.CUDAGraph()
-        # Calls of other threads, such as NCCL's watchdog, must not end a capture.
+        # Calls from other threads, such as NCCL's watchdog, must not abort the capture.
         mode = "thread_local"
         with (
-            _without_garbage_collection(),
+            _pause_garbage_collection(),
             torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode),
         ):
             result = compute()
@@ -82,8 +89,8 @@ class GraphRecorder:
 
 
 @contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """To free a graph, say, that became garbage ends a capture of the same thread with an error."""
+def _pause_garbage_collection() -> Iterator[None]:
+    """Disable the garbage collector during a capture, because freeing a graph would abort it."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -97,9 +104,9 @@ class StepTokens(NamedTuple):
     """The new tokens of a step.
 
     Attributes:
-        items: by sequence.
-        starts, lengths: of each, as in :class:`pd.kernels.attention.AttentionBatch`.
-        unread: by how much they start later, where only the device knows; None if the host does.
+        items: one for each sequence.
+        starts, lengths: see :class:`pd.kernels.attention.AttentionBatch`.
+        unread: how much later the sequences start, if only the device knows; else None.
     """
 
     items: Sequence[ForwardItem]
@@ -109,20 +116,22 @@ class StepTokens(NamedTuple):
 
     @property
     def pages(self) -> list[IntArray]:
-        """Page tables."""
+        """Page table of each sequence."""
         return [item.pages for item in self.items]
 
 
 class StepGraphs(ABC):
-    """Runs steps of up to so many tokens as the largest of its graphs has.
+    """Runs steps with at most as many tokens as the largest graph.
 
     Args:
-        runner: not used by others meanwhile.
+        runner: nobody else may use it during the capture.
         recorder: shared by all graphs of the process.
         sizes: numbers of tokens to capture.
-        max_tokens: tokens of the last step or its drafts to which a step may refer.
-        max_context: tokens of a sequence.
-        progress: what a bar on standard error is about, when that is a terminal; empty for none.
+        max_tokens: number of tokens of the previous step, or of its drafts, that a step may refer
+            to.
+        max_context: longest sequence in tokens.
+        progress: title of the progress bar on standard error, if that is a terminal; empty for no
+            bar.
     """
 
     def __init__(
@@ -140,15 +149,14 @@ class StepGraphs(ABC):
         self._device = runner.model.embedding.device
         self.sizes = sorted(sizes)
         largest = self.sizes[-1]
-        # The inputs are followed by the tokens of the previous step, whose values only the device
-        # has.
+        # The tokens of the previous step follow the inputs. Only the device has their values.
         self._first_previous = self._num_inputs(largest)
         self._tokens = torch.zeros(
             self._first_previous + max(max_tokens, largest), dtype=torch.int64, device=self._device
         )
         self._previous = self._tokens[self._first_previous :]
         dtype, size = runner.model.embedding.dtype, runner.model.config.vocab_size
-        wanted = self._wanted(largest) or largest
+        wanted = self._num_wanted(largest) or largest
         self._logits = torch.zeros(wanted, size, dtype=dtype, device=self._device)
         if runner.eagle is not None:
             self._fused = runner.eagle.carried.new_zeros(largest, runner.eagle.carried.shape[1])
@@ -158,48 +166,49 @@ class StepGraphs(ABC):
             desc=progress,
             unit="size",
             disable=not (progress and sys.stderr.isatty()),
+            file=unwrap_stream(sys.stderr),
         )
         for rows in bar:  # the largest first, for its memory serves all others
-            attention = self._attention(runner.attention, rows, max_context)
+            attention = self._make_attention(runner.attention, rows, max_context)
             inputs = self._tokens[: self._num_inputs(rows)]
-            compute = functools.partial(self._compute, rows, inputs, attention)
-            self._graphs[rows] = _Captured(attention, inputs, *recorder.record(compute))
+            compute = functools.partial(self._compute_rows, rows, inputs, attention)
+            self._graphs[rows] = _Captured(attention, inputs, *recorder.capture_graph(compute))
         torch.cuda.empty_cache()
 
     @abstractmethod
-    def fits(self, items: Sequence[ForwardItem]) -> bool:
-        """Whether :meth:`run` can compute these."""
+    def can_run(self, items: Sequence[ForwardItem]) -> bool:
+        """Whether :meth:`run` can compute this step."""
 
     @abstractmethod
-    def _attention(
+    def _make_attention(
         self, backend: AttentionBackend, rows: int, max_context: int
     ) -> PlannedAttention:
-        """Attention of the graph of so many tokens, planned for no sequence."""
+        """Make attention for a graph of ``rows`` tokens, planned for no sequence yet."""
 
     @abstractmethod
-    def _plan(self, attention: PlannedAttention, step: StepTokens) -> None:
-        """Prepare what :meth:`_attention` returned for the next replay."""
+    def _plan_attention(self, attention: PlannedAttention, step: StepTokens) -> None:
+        """Plan the result of :meth:`_make_attention` for the next replay."""
 
-    def _wanted(self, rows: int) -> int:
-        """Tokens of which the graph of ``rows`` tokens has logits; 0 if it has those of all."""
+    def _num_wanted(self, rows: int) -> int:
+        """Return how many tokens have logits in the graph of ``rows`` tokens; 0 if all have."""
         return 0
 
     def _num_inputs(self, rows: int) -> int:
-        return self._fields * rows + self._wanted(rows)
+        return self._fields * rows + self._num_wanted(rows)
 
-    def _compute(
+    def _compute_rows(
         self, rows: int, inputs: torch.Tensor, attention: PlannedAttention
     ) -> torch.Tensor:
         ids = self._tokens.index_select(0, inputs[:rows])
         positions = inputs[rows : 2 * rows]
-        features = self._model.new_features(rows)
-        wanted = inputs[self._fields * rows :] if self._wanted(rows) else None
+        features = self._model.allocate_features(rows)
+        wanted = inputs[self._fields * rows :] if self._num_wanted(rows) else None
         hidden = self._model(ids, positions, attention, rows=wanted, features=features)
         if self._eagle is not None and features is not None:
             before = inputs[3 * rows : 4 * rows]
-            self._eagle.write(ids, positions, attention.slots, features, before)
+            self._eagle.write_kv(ids, positions, attention.slots, features, before)
             self._fused[:rows].copy_(self._eagle.fused)
-        return self._logits[: len(hidden)].copy_(self._model.logits(hidden))
+        return self._logits[: len(hidden)].copy_(self._model.compute_logits(hidden))
 
     def run(
         self,
@@ -207,8 +216,8 @@ class StepGraphs(ABC):
         previous_tokens: torch.Tensor | None,
         outcome: StepOutcome | None = None,
     ) -> torch.Tensor:
-        """See :meth:`pd.engine.model_runner.ModelRunner.forward`. The logits are overwritten by the
-        next run."""
+        """Do :meth:`pd.engine.model_runner.ModelRunner.forward`. The next run overwrites the
+        logits."""
         token_ids = np.concatenate([item.token_ids for item in items])
         count = len(token_ids)
         rows = self.sizes[bisect_left(self.sizes, count)]
@@ -222,25 +231,26 @@ class StepGraphs(ABC):
         starts = np.fromiter((item.start for item in items), np.int64, len(items))
         lengths = np.fromiter((len(item.token_ids) for item in items), np.int64, len(items))
         one_each = count == len(items)
-        positions[:count] = starts if one_each else token_positions(items, starts, lengths)
+        positions[:count] = starts if one_each else find_token_positions(items, starts, lengths)
         if self._eagle is not None:
-            inputs[3, :count] = self._eagle.places_before(items)
+            inputs[3, :count] = self._eagle.find_places_before(items)
         previous = np.flatnonzero(tokens < 0)
         places[previous] = self._first_previous - 1 - tokens[previous]
-        wanted = wanted_rows(items, lengths) if self._wanted(rows) else None
+        wanted = find_wanted_rows(items, lengths) if self._num_wanted(rows) else None
         if wanted is not None:
             host.numpy()[self._fields * rows :][: len(wanted)] = wanted
         graph.inputs.copy_(host, non_blocking=True)
         if previous_tokens is not None:
-            # Rows of prompts, of which there may be many choices, follow the rows that continue.
+            # Sequences that continue come first. Prompts, perhaps with many choices each, come
+            # after them.
             known = previous_tokens[: len(self._previous)]
             self._previous[: len(known)].copy_(known)
         unread = None
         if outcome is not None:
-            unread = self._unread(items, lengths, rows, outcome)
+            unread = self._find_unread_starts(items, lengths, rows, outcome)
             graph.inputs[rows : 2 * rows].add_(unread.by_row)
-        self._plan(graph.attention, StepTokens(items, starts, lengths, unread))
-        reread = reread_rows(items, self._device)
+        self._plan_attention(graph.attention, StepTokens(items, starts, lengths, unread))
+        reread = find_reread_rows(items, self._device)
         if reread is not None:
             hide_tokens(graph.attention, reread)
         graph.graph.replay()
@@ -250,26 +260,26 @@ class StepGraphs(ABC):
             return graph.logits[: len(wanted)]
         if one_each or all(item.num_logits == len(item.token_ids) for item in items):
             return graph.logits[:count]
-        chosen = to_device(wanted_rows(items, lengths), torch.int64, self._device)
+        chosen = to_device(find_wanted_rows(items, lengths), torch.int64, self._device)
         return graph.logits.index_select(0, chosen)
 
-    def _unread(
+    def _find_unread_starts(
         self, items: Sequence[ForwardItem], lengths: Int64Array, rows: int, outcome: StepOutcome
     ) -> UnreadStarts:
         works = np.full(rows, -1, np.int64)
         of_items = np.fromiter((item.work for item in items), np.int64, len(items))
         works[: int(lengths.sum())] = np.repeat(of_items, lengths)
         counts = outcome.counts_of(to_device(works, torch.int64, self._device))
-        most = np.fromiter((item.unread for item in items), np.int64, len(items))
-        return UnreadStarts(most, counts)
+        limits = np.fromiter((item.unread for item in items), np.int64, len(items))
+        return UnreadStarts(limits, counts)
 
     @property
-    def _lowest(self) -> int:
-        """The last of the negative token ids for which there is room."""
+    def _lowest_token_id(self) -> int:
+        """The lowest negative token id for which there is room."""
         return -len(self._previous)
 
 
-def wanted_rows(items: Sequence[ForwardItem], lengths: Int64Array) -> Int64Array:
+def find_wanted_rows(items: Sequence[ForwardItem], lengths: Int64Array) -> Int64Array:
     """Return the rows of a step whose logits are wanted, int64."""
     wanted = np.fromiter((item.num_logits for item in items), np.int64, len(items))
     ends = np.cumsum(lengths)

@@ -1,8 +1,8 @@
-"""Copies between host and device that do not wait for the device, and how long its work takes.
+"""Copies between host and device without waiting for the device, and timing of its work.
 
-A copy from or to ordinary host memory waits until everything queued on the stream is done; one that
-uses page-locked memory is only queued. Torch keeps page-locked memory until the copies that use it
-are over.
+A copy from or to ordinary host memory waits until everything on the stream is done. With
+page-locked memory the copy is only queued. Torch keeps page-locked memory until all copies that use
+it are done.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def to_device(values: npt.ArrayLike, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Make a contiguous tensor of host values on ``device``; on a GPU its content arrives in stream
+    """Copy host values to a contiguous tensor on ``device``. On a GPU the values arrive in stream
     order."""
     host = torch.as_tensor(np.asarray(values, order="C"), dtype=dtype)
     if device.type != "cuda":
@@ -29,7 +29,7 @@ def to_device(values: npt.ArrayLike, dtype: torch.dtype, device: torch.device) -
 
 
 class HostCopy:
-    """Copies of tensors to the host; the constructor queues them."""
+    """Copies of tensors on the host. The constructor queues them."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._event: torch.cuda.Event | None = None
@@ -50,15 +50,16 @@ class HostCopy:
         return self._event is None or self._event.query()
 
     def wait(self) -> list[torch.Tensor]:
-        """Wait until the copies are complete and return them; other threads may run meanwhile."""
+        """Wait until the copies are complete and return them. Other threads may run meanwhile."""
         if self._event is not None:
             self._event.synchronize()
         return self._tensors
 
 
 class DeviceTimer:
-    """Measures how long a GPU works on what is queued on the current stream between the constructor
-    and :meth:`stop`; from when it is idle, or else done with what was queued before.
+    """Measures how long a GPU takes for the work queued between the constructor and :meth:`stop`.
+
+    The time starts when the GPU is done with earlier work, or at once if it is idle.
 
     Args:
         device: on a CPU nothing is measured.
@@ -67,35 +68,36 @@ class DeviceTimer:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._events: list[torch.cuda.Event] = []
-        self._mark()
+        self._record_event()
 
-    def split(self) -> None:
-        """End a part of what is measured; the next begins."""
-        self._mark()
+    def start_part(self) -> None:
+        """End the current part and start the next one."""
+        self._record_event()
 
     def stop(self) -> None:
-        """End what is measured."""
-        self._mark()
+        """End the measurement."""
+        self._record_event()
 
-    def _mark(self) -> None:
+    def _record_event(self) -> None:
         if self._device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record(torch.cuda.current_stream(self._device))
             self._events.append(event)
 
     @property
-    def measures(self) -> bool:
-        """Whether :meth:`seconds` and :meth:`parts` may be called after :meth:`stop`."""
+    def has_measured(self) -> bool:
+        """Whether you may call :meth:`read_seconds` and :meth:`read_parts` after :meth:`stop`."""
         return bool(self._events)
 
-    def seconds(self) -> float:
-        """Wait for the end, and return the time."""
+    def read_seconds(self) -> float:
+        """Wait for the end and return the time in seconds."""
         begin, *_, end = self._events
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3
 
-    def parts(self) -> list[float]:
-        """Wait for the end, and return the time of each part; they add up to all of it."""
+    def read_parts(self) -> list[float]:
+        """Wait for the end and return the time of each part in seconds. They add up to the whole
+        time."""
         self._events[-1].synchronize()
         pairs = itertools.pairwise(self._events)
         return [float(begin.elapsed_time(end)) / 1e3 for begin, end in pairs]

@@ -1,4 +1,4 @@
-"""A smaller model beside the node's, with a KV pool of its own, that drafts tokens for it."""
+"""A smaller model that drafts tokens for the node's model, with its own KV pool."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ import torch
 
 from pd.core.node_info import KVLayout
 from pd.engine.cuda_graphs import GraphRecorder
-from pd.engine.engine import context_tokens, decode_graph_sizes, kv_dtype, rank_device
-from pd.engine.footprint import MemoryBeside, lasting_of_drafting
+from pd.engine.engine import (
+    choose_graph_sizes,
+    choose_kv_dtype,
+    find_context_length,
+    find_rank_device,
+)
+from pd.engine.footprint import ExtraMemory, measure_draft_memory
 from pd.engine.kv_pool import DTYPES, KVPool
 from pd.engine.model_runner import ModelRunner
 from pd.engine.step_graphs import capture_drafting
 from pd.kernels.attention import find_attention_backend
-from pd.models.config import ModelConfig, draft_config
+from pd.models.config_reader import read_draft_config, read_model_config
 from pd.models.loader import load_model
 
 if TYPE_CHECKING:
@@ -34,9 +39,9 @@ class DraftModel:
     """Weights on the device of the node's first rank, in the node's dtype.
 
     Attributes:
-        config: of the node.
-        max_context: tokens that a sequence may have with a draft.
-        lasting_bytes: what its CUDA graphs and work space take on a GPU beside weights and KV.
+        config: configuration of the node.
+        max_context: longest sequence in tokens, including its draft.
+        lasting_bytes: memory of CUDA graphs and work space on a GPU, in addition to weights and KV.
     """
 
     model: CausalLM
@@ -49,20 +54,20 @@ class DraftModel:
 
     @classmethod
     def load(cls, config: NodeConfig, path: Path) -> DraftModel:
-        """Load the model of ``path``, whole, for a node of this configuration.
+        """Load the whole model at ``path`` for a node with this configuration.
 
-        On a GPU this also captures its largest CUDA graphs and drops them, which tells how much
-        memory they take, before the node's pool takes what is left.
+        On a GPU this also captures the largest CUDA graphs and drops them again. We have to measure
+        their memory first, because the node's pool takes everything that is left.
 
         Raises:
-            UsageError: its vocabulary is not that of the node's model, or it cannot be loaded.
+            UsageError: the vocabulary differs from the node's model, or loading fails.
         """
-        target = ModelConfig.from_pretrained(config.model)
-        own = draft_config(path, target)
-        device = rank_device(config, 0)
+        target = read_model_config(config.model)
+        own = read_draft_config(path, target)
+        device = find_rank_device(config, 0)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        dtype = kv_dtype(config.dtype, target.dtype, device)
+        dtype = choose_kv_dtype(config.dtype, target.dtype, device)
         attention = find_attention_backend(
             config.attention_backend, device, DTYPES[dtype], own.head_dim
         )
@@ -81,23 +86,23 @@ class DraftModel:
             dtype=dtype,
             page_size=config.page_size,
         )
-        longest = context_tokens(config, target) + config.speculative_num_draft_tokens
+        longest = find_context_length(config, target) + config.speculative_num_draft_tokens
         max_context = min(own.context_length, longest)
-        sizes = decode_graph_sizes(config, device)
-        lasting = lasting_of_drafting(model, layout, attention, config, sizes, max_context)
+        sizes = choose_graph_sizes(config, device)
+        lasting = measure_draft_memory(model, layout, attention, config, sizes, max_context)
         return cls(model, layout, attention, device, config, max_context, lasting)
 
     @property
-    def memory(self) -> MemoryBeside:
-        """What it takes of the device's memory beside its weights."""
-        return MemoryBeside(KVPool.page_bytes(self.layout), self.lasting_bytes)
+    def memory(self) -> ExtraMemory:
+        """Memory on the device in addition to the weights."""
+        return ExtraMemory(KVPool.count_page_bytes(self.layout), self.lasting_bytes)
 
-    def runner(self, num_pages: int) -> ModelRunner:
-        """Make a pool of as many pages and a runner over it, and capture its CUDA graphs on a GPU
-        if the node has some of decode steps."""
+    def make_runner(self, num_pages: int) -> ModelRunner:
+        """Make a runner with a pool of ``num_pages``. On a GPU, capture its CUDA graphs if the node
+        has graphs of decode steps."""
         pool = KVPool(self.layout, num_pages, self.device)
         runner = ModelRunner.build(self.model, pool, self.attention, prompts=False)
-        sizes = decode_graph_sizes(self.config, self.device)
+        sizes = choose_graph_sizes(self.config, self.device)
         if sizes:
             recorder = GraphRecorder(self.device)
             captured = capture_drafting(runner, recorder, self.config, sizes, self.max_context)

@@ -1,4 +1,4 @@
-"""The shape of a draft: which guessed token follows which."""
+"""The shape of a draft: the parent of each guessed token."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 class DraftTree:
-    """A tree of guesses whose root is a sequence's last known token. It never changes, so drafts of
-    the same shape share one.
+    """A tree of guesses. Its root is the last known token of a sequence. Trees are immutable, so
+    drafts of the same shape share one.
 
     Attributes:
-        parents: for each guess the index of the one that it follows, which comes before it, or -1
-            for the root; int32 ``[size]``.
+        parents: index of the parent of each guess, or -1 for the root; int32 ``[size]``. Parents
+            come before their children.
         size: number of guesses.
-        is_chain: whether each follows the one before it.
+        is_chain: whether each guess follows the one before it.
     """
 
     def __init__(self, parents: IntArray) -> None:
@@ -31,7 +31,7 @@ class DraftTree:
 
     @cached_property
     def depths(self) -> Int64Array:
-        """Number of guesses from the root to each guess, itself included; int64 ``[size]``."""
+        """Distance of each guess from the root, at least 1; int64 ``[size]``."""
         found = np.zeros(self.size, np.int64)
         for index, parent in enumerate(self.parents.tolist()):
             found[index] = 1 if parent < 0 else found[parent] + 1
@@ -39,17 +39,17 @@ class DraftTree:
 
     @cached_property
     def depth(self) -> int:
-        """Guesses of the longest branch."""
+        """Number of guesses in the longest branch."""
         return int(self.depths.max())
 
     @cached_property
     def widths(self) -> tuple[int, ...]:
-        """Number of guesses at each depth, from that of the root's next token on."""
+        """Number of guesses at each depth, starting with depth 1."""
         return tuple(np.bincount(self.depths)[1:].tolist())
 
     @cached_property
     def paths(self) -> list[tuple[int, ...]]:
-        """Guesses from the root to each guess, itself included."""
+        """For each guess, the guesses from the root to it, itself included."""
         found: list[tuple[int, ...]] = []
         for index, parent in enumerate(self.parents.tolist()):
             found.append((index,) if parent < 0 else (*found[parent], index))
@@ -57,7 +57,7 @@ class DraftTree:
 
     @cached_property
     def first_guesses(self) -> list[bool]:
-        """Whether each guess is the first of those that follow the same token."""
+        """For each guess, whether it is the first child of its parent."""
         first: dict[int, int] = {}
         for guess, parent in enumerate(self.parents.tolist()):
             first.setdefault(parent, guess)
@@ -65,31 +65,31 @@ class DraftTree:
         return [guess in chosen for guess in range(self.size)]
 
     @cached_property
-    def followed(self) -> list[bool]:
-        """Whether a guess follows the root, and then each guess."""
+    def has_followers(self) -> list[bool]:
+        """Whether the root has children, then the same for each guess."""
         parents = set(self.parents.tolist())
         return [guess in parents for guess in range(-1, self.size)]
 
     @cached_property
-    def visible(self) -> BoolArray:
-        """Mask of attention among the root and then the guesses: bool ``[1 + size, 1 + size]``, as
-        :class:`pd.kernels.attention.AttentionBatch` wants it."""
+    def attention_mask(self) -> BoolArray:
+        """Attention mask among the root and the guesses: bool ``[1 + size, 1 + size]``, in the form
+        of :class:`pd.kernels.attention.AttentionBatch`."""
         seen = np.eye(1 + self.size, dtype=np.bool_)
         for index, parent in enumerate(self.parents.tolist(), 1):
             seen[index] |= seen[parent + 1]
         return seen
 
-    def first(self, count: int) -> DraftTree:
-        """The tree without the guesses after the first ``count``, which may not be 0."""
-        return self if count >= self.size else _beginning(self, count)
+    def take_first(self, count: int) -> DraftTree:
+        """Return the tree of the first ``count`` guesses, at least one."""
+        return self if count >= self.size else _cut_tree(self, count)
 
 
 @functools.lru_cache(maxsize=1024)
-def _beginning(tree: DraftTree, count: int) -> DraftTree:
+def _cut_tree(tree: DraftTree, count: int) -> DraftTree:
     return DraftTree(tree.parents[:count])
 
 
 @functools.lru_cache(maxsize=256)
-def chain(length: int) -> DraftTree:
-    """The tree of guesses that follow one another."""
+def make_chain(length: int) -> DraftTree:
+    """Return the tree in which each guess follows the one before it."""
     return DraftTree(np.arange(-1, length - 1, dtype=np.int32))

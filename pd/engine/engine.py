@@ -1,4 +1,4 @@
-"""A model on a device with its KV pool, which every node computes with."""
+"""A model on a device with its KV pool. Every node computes with one."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from pd.core.errors import PDError, SetupError, UsageError
 from pd.core.node_info import KVLayout
 from pd.engine.chunk_graphs import ChunkGraphs
 from pd.engine.cuda_graphs import GraphRecorder
-from pd.engine.eagle import EagleWriter, head_config, head_plane, load_head
-from pd.engine.footprint import NOTHING_BESIDE, footprint, report
+from pd.engine.eagle import EagleWriter, load_head, make_head_plane, read_head_config
+from pd.engine.footprint import NO_EXTRA_MEMORY, log_memory_use, measure_footprint
+from pd.engine.identity import build_identity, digest_identity
 from pd.engine.kv_pool import DTYPES, KVPool
 from pd.engine.model_runner import ModelRunner
 from pd.engine.sampler import Sampler
 from pd.engine.saved_pages import SavedPages
-from pd.engine.step_graphs import capture_steps, default_sizes
+from pd.engine.step_graphs import capture_steps, choose_decode_sizes
 from pd.engine.tensor_parallel.leader import Leader, LeadingRunner
 from pd.kernels.attention import find_attention_backend
-from pd.models.config import ModelConfig
+from pd.models.config_reader import read_model_config
 from pd.models.loader import load_model
 from pd.models.tensor_parallel import SINGLE, TensorParallel
 
@@ -37,14 +38,15 @@ if TYPE_CHECKING:
 
     from pd.core.config import NodeConfig
     from pd.core.node_info import DType, Plane
-    from pd.engine.footprint import Footprint, MemoryBeside
+    from pd.engine.footprint import ExtraMemory, Footprint
     from pd.models.causal_lm import CausalLM
+    from pd.models.config import ModelConfig
 
     IntArray = npt.NDArray[np.int32]
 
 logger = logging.getLogger(__name__)
 
-# On a CPU the pool shares memory with everything else on the host.
+# On a CPU the pool shares memory with everything else on the host, so we limit it.
 _CPU_POOL_LIMIT = 4 << 30
 
 
@@ -54,12 +56,13 @@ class Engine:
 
     Attributes:
         model_config: configuration of the whole model.
-        layout: layout of the KV of all ranks; ``pool.layout`` is that of one rank's part.
+        identity: settings that determine the answers, see :mod:`pd.engine.identity`.
+        layout: layout of the KV of all ranks; ``pool.layout`` is one rank's part.
         leader: starts and drives the processes of the other ranks; None without them.
     """
 
     model_config: ModelConfig
-    model_id: str
+    identity: dict[str, str]
     context_length: int
     attention_backend: str
     layout: KVLayout
@@ -69,52 +72,61 @@ class Engine:
     leader: Leader | None = None
 
     @property
+    def model_id(self) -> str:
+        """Digest of the identity."""
+        return digest_identity(self.identity)
+
+    @property
     def drafter_state_bytes(self) -> int:
-        """Size of what a hand-off must carry for the drafter beside KV; 0 for most drafters."""
+        """Bytes that a hand-off must carry for the drafter in addition to KV; 0 for most
+        drafters."""
         return 0 if self.runner.eagle is None else self.runner.eagle.state_bytes
 
-    def on_failure(self, callback: Callable[[str], None]) -> None:
-        """Register a callback for the end of another rank's process, after which nothing can be
-        computed. It is called with the reason, from any thread."""
+    def set_failure_callback(self, callback: Callable[[str], None]) -> None:
+        """Set a callback for the end of another rank's process, after which nothing can be
+        computed. It gets the reason and may run in any thread."""
         if self.leader is not None:
             self.leader.on_failure = callback
 
     def save_pages(self, pages: IntArray) -> SavedPages:
-        """Copy pages (int32 ``[n]``) to host memory, each rank its part. Waits for the GPU."""
+        """Copy pages (int32 ``[n]``) to host memory. Each rank copies its part. Waits for the
+        GPU."""
         return SavedPages(self.pool, pages, self.leader)
 
     def close(self) -> None:
-        """End the other ranks' processes. Nothing may be launched any more."""
+        """End the processes of the other ranks. You may not launch anything afterwards."""
+        self.sampler.rule_lanes.close()
         if self.leader is not None:
-            # NCCL cannot be shut down while a graph has captured its work.
+            # NCCL cannot be shut down while a graph holds captured work of it.
             self.runner.drop_graphs()
             self.leader.close()
 
-    def overlaps(self, setting: str) -> bool:
-        """Whether steps are planned ahead under ``--overlap-schedule``; by default on GPUs only. A
-        CPU computes a step before its launch returns, so planning ahead would only delay tokens."""
+    def plans_ahead(self, setting: str) -> bool:
+        """Whether steps are planned ahead under ``--overlap-schedule``. By default only GPUs do so:
+        a CPU computes a step before its launch returns, so planning ahead would only delay
+        tokens."""
         return setting == "on" or (setting == "auto" and self.pool.memory.is_cuda)
 
-    def activate(self) -> None:
-        """Make the engine's GPU the calling thread's, for libraries that launch on the current one.
-        Every thread that launches steps calls this first."""
+    def activate_device(self) -> None:
+        """Make the engine's GPU the current one of the calling thread, because some libraries
+        launch on the current GPU. Every thread that launches steps calls this first."""
         if self.pool.memory.is_cuda:
             torch.cuda.set_device(self.pool.device)
 
-    def beside_steps(self) -> AbstractContextManager[object]:
-        """Return a context in which the calling thread's GPU work is queued on a separate stream,
-        so that it does not wait for launched steps. Inside, only KV may be read that the host knows
-        to be complete."""
+    def use_side_stream(self) -> AbstractContextManager[object]:
+        """Return a context that queues the calling thread's GPU work on a separate stream, so it
+        does not wait for launched steps. Inside it, read only KV that the host knows to be
+        complete."""
         if not self.pool.memory.is_cuda:
             return nullcontext()
-        return torch.cuda.stream(self._stream_beside)
+        return torch.cuda.stream(self._side_stream)
 
     @cached_property
-    def _stream_beside(self) -> torch.cuda.Stream:
+    def _side_stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self.pool.device)
 
     def synchronize(self) -> None:
-        """Wait until nothing that was launched touches the pool any more."""
+        """Wait until no launched work touches the pool any more."""
         if self.pool.memory.is_cuda:
             torch.cuda.synchronize(self.pool.device)
 
@@ -122,32 +134,32 @@ class Engine:
     def build(
         cls,
         config: NodeConfig,
-        beside: MemoryBeside = NOTHING_BESIDE,
+        extra_memory: ExtraMemory = NO_EXTRA_MEMORY,
         extra_planes: Sequence[Plane] = (),
     ) -> Engine:
-        """Load the model and allocate the pool, with ``--tp-size`` in as many processes.
+        """Load the model and allocate the pool, with one process for each rank of ``--tp-size``.
 
         Args:
-            beside: memory to leave on the device of the first rank.
-            extra_planes: planes of the pool beside the model's K and V, which come first.
+            extra_memory: memory to leave free on the device of the first rank.
+            extra_planes: planes of the pool in addition to the model's K and V. They come first.
 
         Raises:
-            UsageError: a setting that cannot work, or an unsupported model.
-            SetupError: no such device, or not enough memory, or another rank failed.
+            UsageError: a setting cannot work, or the model is not supported.
+            SetupError: the device does not exist, memory is short, or another rank failed.
         """
         if config.tp_size == 1:
-            return cls.build_rank(config, beside=beside, extra_planes=extra_planes)
-        ModelConfig.from_pretrained(config.model).divided(config.tp_size)
-        leader = Leader(config, rank_device(config, 0), extra_planes)
+            return cls.build_rank(config, extra_memory=extra_memory, extra_planes=extra_planes)
+        read_model_config(config.model).split_by_ranks(config.tp_size)
+        leader = Leader(config, find_rank_device(config, 0), extra_planes)
         try:
             engine = cls.build_rank(
                 config,
                 leader.group,
                 leader.agree_on_pages,
-                beside=beside,
+                extra_memory=extra_memory,
                 extra_planes=extra_planes,
             )
-            built = leader.wait_built()
+            built = leader.wait_until_built()
             if config.hands_off:
                 engine.pool.set_parts(leader.map_pools(built, engine.pool.sharded_memory))
         except BaseException as error:
@@ -165,21 +177,23 @@ class Engine:
         tp: TensorParallel = SINGLE,
         agree_on_pages: Callable[[int], int] = lambda num_pages: num_pages,
         shared_memory: int | None = None,
-        beside: MemoryBeside = NOTHING_BESIDE,
+        extra_memory: ExtraMemory = NO_EXTRA_MEMORY,
         extra_planes: Sequence[Plane] = (),
     ) -> Engine:
-        """Do one rank's part of :meth:`build`; all ranks call this at the same time.
+        """Build one rank's part of the engine. All ranks call this at the same time.
 
         Args:
-            agree_on_pages: takes the number of pages that this rank has memory for and returns the
-            least number of all ranks.
+            agree_on_pages: gets the number of pages for which this rank has memory; returns the
+                smallest number of all ranks.
             shared_memory: descriptor of the pool's memory, on a CPU (see :class:`KVPool`).
-            beside: memory to leave on this rank's device.
+            extra_memory: memory to leave free on this rank's device.
         """
         try:
-            return cls._build_rank(config, tp, agree_on_pages, shared_memory, beside, extra_planes)
+            return cls._build_rank(
+                config, tp, agree_on_pages, shared_memory, extra_memory, extra_planes
+            )
         except torch.OutOfMemoryError as error:
-            device = rank_device(config, tp.rank)
+            device = find_rank_device(config, tp.rank)
             free, total = torch.cuda.mem_get_info(device)
             raise SetupError(
                 f"{config.model_name} does not fit into {device}, of whose {total / 2**30:.1f} GiB "
@@ -187,7 +201,7 @@ class Engine:
                 "--mem-fraction if they are given, or use more GPUs (--tp-size)"
             ) from error
         except RuntimeError as error:
-            # torch has no type for an allocation that fails on a CPU.
+            # torch has no exception type for a failed allocation on a CPU.
             if "can't allocate memory" not in str(error):
                 raise
             raise SetupError(
@@ -202,37 +216,39 @@ class Engine:
         tp: TensorParallel,
         agree_on_pages: Callable[[int], int],
         shared_memory: int | None,
-        beside: MemoryBeside,
+        extra_memory: ExtraMemory,
         extra_planes: Sequence[Plane],
     ) -> Engine:
-        model_config = ModelConfig.from_pretrained(config.model)
-        device = rank_device(config, tp.rank)
+        model_config = read_model_config(config.model)
+        for problem in model_config.eos_problems if tp.rank == 0 else ():
+            logger.warning("%s: %s", config.model_name, problem)
+        device = find_rank_device(config, tp.rank)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        dtype = kv_dtype(config.dtype, model_config.dtype, device)
-        context_length = context_tokens(config, model_config)
-        # A backend that is missing is refused before the model is loaded, which may take minutes.
+        dtype = choose_kv_dtype(config.dtype, model_config.dtype, device)
+        context_length = find_context_length(config, model_config)
+        # Look for the backend first, because loading the model may take minutes.
         attention = find_attention_backend(
             config.attention_backend, device, DTYPES[dtype], model_config.head_dim
         )
-        head_shape = head_config(config, model_config)
-        planes = [] if head_shape is None else [head_plane(head_shape, dtype)]
+        head_shape = read_head_config(config, model_config)
+        planes = [] if head_shape is None else [make_head_plane(head_shape, dtype)]
         layout = _layout(config, model_config, dtype, tp.size, [*extra_planes, *planes])
         part = layout.of_rank(tp.rank)
         model = _load(config, model_config, DTYPES[dtype], device, tp)
         head = load_head(config, model, model_config)
-        sizes = decode_graph_sizes(config, device)
-        needs = footprint(model, part, attention, config, sizes, context_length, head)
-        page_bytes = KVPool.page_bytes(part) + beside.page
-        needs = needs._replace(lasting=needs.lasting + beside.lasting)
-        num_pages = agree_on_pages(_num_pages(config, page_bytes, device, needs))
+        sizes = choose_graph_sizes(config, device)
+        needs = measure_footprint(model, part, attention, config, sizes, context_length, head)
+        page_bytes = KVPool.count_page_bytes(part) + extra_memory.page_bytes
+        needs = needs._replace(lasting_bytes=needs.lasting_bytes + extra_memory.lasting_bytes)
+        num_pages = agree_on_pages(_choose_num_pages(config, page_bytes, device, needs))
         pool = KVPool(part, num_pages, device, shared_memory)
         runner = ModelRunner.build(
             model,
             pool,
             attention,
             prompts=config.computes_prompts,
-            eagle=None if head is None else EagleWriter.of(head, model, pool, config),
+            eagle=None if head is None else EagleWriter.build_for_pool(head, model, pool, config),
         )
         graphs = 0
         if device.type == "cuda":
@@ -251,10 +267,10 @@ class Engine:
             )
             if found is not None
         }
-        report(model, pool, needs.step, graphs, captured)
+        log_memory_use(model, pool, needs.step_bytes, graphs, captured)
         return cls(
             model_config=model_config,
-            model_id=model_config.fingerprint(config.model, config.load_format, config.seed),
+            identity=build_identity(config, model_config) if tp.rank == 0 else {},
             context_length=context_length,
             attention_backend=attention.name,
             layout=layout,
@@ -264,14 +280,14 @@ class Engine:
         )
 
 
-def rank_device(config: NodeConfig, rank: int) -> torch.device:
-    """Return the device of a rank: ranks have consecutive GPUs, rank 0 that of ``--device``.
+def find_rank_device(config: NodeConfig, rank: int) -> torch.device:
+    """Return the device of a rank. Ranks use consecutive GPUs, and rank 0 uses ``--device``.
 
     Raises:
-        UsageError: there is no such kind of device.
+        UsageError: no such kind of device exists.
         SetupError: there are not enough GPUs.
     """
-    device = _device(config.device)
+    device = _parse_device(config.device)
     if config.tp_size == 1 or device.type == "cpu":
         return device
     first, count = device.index or 0, torch.cuda.device_count()
@@ -283,7 +299,7 @@ def rank_device(config: NodeConfig, rank: int) -> torch.device:
     return torch.device("cuda", first + rank)
 
 
-def _device(name: str) -> torch.device:
+def _parse_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name != "cpu" and not name.startswith("cuda"):
@@ -300,7 +316,8 @@ def _device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def kv_dtype(name: str, checkpoint: str | None, device: torch.device) -> DType:
+def choose_kv_dtype(name: str, checkpoint: str | None, device: torch.device) -> DType:
+    """Return the dtype of the KV and the weights; ``auto`` follows the checkpoint on GPUs."""
     if name == "auto":
         name = "float32" if device.type == "cpu" else checkpoint or "bfloat16"
     if name not in DTYPES:
@@ -327,14 +344,14 @@ def _load(
     )
 
 
-def context_tokens(config: NodeConfig, model_config: ModelConfig) -> int:
-    """Return how many tokens a sequence may have on a node of this configuration.
+def find_context_length(config: NodeConfig, model_config: ModelConfig) -> int:
+    """Return the maximum number of tokens of a sequence on this node.
 
     Args:
-        model_config: of the node's model.
+        model_config: configuration of the node's model.
 
     Raises:
-        UsageError: more are asked for than the model can have.
+        UsageError: ``--context-length`` exceeds the model's limit.
     """
     length = config.context_length or model_config.context_length
     if length > model_config.context_length:
@@ -370,7 +387,7 @@ def _capture_graphs(
     *,
     progress: bool,
 ) -> int:
-    """Capture the CUDA graphs that the node's role uses; returns the bytes that they reserved."""
+    """Capture the CUDA graphs for the node's role. Returns the bytes that they reserved."""
     device = runner.pool.device
     recorder = GraphRecorder(device)
     reserved = torch.cuda.memory_reserved(device)
@@ -383,28 +400,34 @@ def _capture_graphs(
     return torch.cuda.memory_reserved(device) - reserved
 
 
-def decode_graph_sizes(config: NodeConfig, device: torch.device) -> tuple[int, ...]:
-    """Return the batch sizes to capture as CUDA graphs; none on nodes that do not decode, and none
-    on a CPU."""
+def choose_graph_sizes(config: NodeConfig, device: torch.device) -> tuple[int, ...]:
+    """Return the batch sizes to capture as CUDA graphs; none on a CPU or on a node that does not
+    decode."""
     if device.type != "cuda" or not config.decodes:
         return ()
     sizes = config.cuda_graph_batch_sizes
     if sizes is None:
-        return default_sizes(config.max_running_requests)
+        return choose_decode_sizes(config.max_running_requests)
     return tuple(size for size in sizes if size > 0)
 
 
-def _num_pages(config: NodeConfig, page_bytes: int, device: torch.device, needs: Footprint) -> int:
+def _choose_num_pages(
+    config: NodeConfig, page_bytes: int, device: torch.device, needs: Footprint
+) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        usable = free - needs.lasting - max(int(total * (1 - config.mem_fraction)), needs.step)
+        usable = (
+            free
+            - needs.lasting_bytes
+            - max(int(total * (1 - config.mem_fraction)), needs.step_bytes)
+        )
     else:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // config.tp_size
         usable = int(free * config.mem_fraction)
     if config.kv_cache_tokens is not None:
         wanted = config.kv_cache_tokens // config.page_size
-        # NOTE: other needs are not subtracted: while another node starts on the same GPU, they
-        # cannot be measured.
+        # NOTE: we do not subtract other needs, because they cannot be measured while another node
+        # starts on the same GPU.
         if wanted * page_bytes > free:
             raise SetupError(
                 f"--kv-cache-tokens {config.kv_cache_tokens} needs "
@@ -415,8 +438,8 @@ def _num_pages(config: NodeConfig, page_bytes: int, device: torch.device, needs:
         usable = min(usable, _CPU_POOL_LIMIT)
     if usable < page_bytes:
         raise SetupError(
-            f"no memory is left for the KV cache ({free / 2**30:.2f} GiB free, of which a step "
-            f"takes {needs.step / 2**30:.2f}, --mem-fraction {config.mem_fraction}); free some, "
+            f"no memory is left for the KV cache ({free / 2**30:.2f} GiB free, a step takes "
+            f"{needs.step_bytes / 2**30:.2f}, --mem-fraction {config.mem_fraction}); free some, "
             "raise --mem-fraction or lower --chunked-prefill-size"
         )
     return usable // page_bytes

@@ -1,4 +1,4 @@
-"""Measures how much of a GPU's memory is not available to the KV cache."""
+"""Measures how much of a GPU's memory the KV cache cannot have."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import torch
 
 from pd.engine.cuda_graphs import GraphRecorder
 from pd.engine.eagle import EagleWriter
+from pd.engine.forward_item import ForwardItem
 from pd.engine.kv_pool import KVPool
-from pd.engine.model_runner import ForwardItem, ModelRunner
+from pd.engine.model_runner import ModelRunner
 from pd.engine.step_graphs import MIXED_SIZES, capture_drafting, capture_steps
-from pd.kernels.paging import page_count
+from pd.kernels.paging import count_needed_pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -31,26 +32,34 @@ logger = logging.getLogger(__name__)
 
 
 class Footprint(NamedTuple):
-    """Bytes beside weights and KV cache: ``step`` of the largest prefill step while it runs,
-    ``lasting`` of graphs and work space for as long as the node lives. Graphs of chunks are not
-    tried: they take little."""
+    """Memory in addition to weights and KV cache. We do not measure graphs of chunks, because they
+    take little.
 
-    step: int = 0
-    lasting: int = 0
+    Attributes:
+        step_bytes: needed by the largest prefill step while it runs.
+        lasting_bytes: graphs and work space, needed as long as the node lives.
+    """
 
-
-class MemoryBeside(NamedTuple):
-    """Bytes to leave on a device for what a node makes there after its KV cache: ``page`` for each
-    page of the cache, and ``lasting`` of graphs and work space."""
-
-    page: int = 0
-    lasting: int = 0
+    step_bytes: int = 0
+    lasting_bytes: int = 0
 
 
-NOTHING_BESIDE = MemoryBeside()
+class ExtraMemory(NamedTuple):
+    """Memory to leave free for things that a node creates after its KV cache.
+
+    Attributes:
+        page_bytes: for each page of the cache.
+        lasting_bytes: graphs and work space.
+    """
+
+    page_bytes: int = 0
+    lasting_bytes: int = 0
 
 
-def footprint(
+NO_EXTRA_MEMORY = ExtraMemory()
+
+
+def measure_footprint(
     model: CausalLM,
     layout: KVLayout,
     attention: type[AttentionBackend],
@@ -61,23 +70,23 @@ def footprint(
 ) -> Footprint:
     """Run the largest step and capture the largest graph over a small pool.
 
-    On a GPU this also compiles kernels, for which the first requests would otherwise wait. On a CPU
-    nothing is run.
+    On a GPU this also compiles kernels, so that the first requests need not wait for them. On a CPU
+    nothing runs.
 
     Args:
-        graph_sizes: batch sizes of the CUDA graphs to come. Those of one kind share the memory of
-            the largest.
-        max_context: tokens of a sequence.
-        head: an EAGLE head beside the model.
+        graph_sizes: batch sizes of the CUDA graphs to capture later. Graphs of one kind share the
+            memory of the largest.
+        max_context: longest sequence in tokens.
+        head: EAGLE head of the model, if any.
     """
     device = model.embedding.device
     if device.type != "cuda":
         return Footprint()
     tokens = min(config.chunked_prefill_size, max_context)
-    pages = np.arange(page_count(tokens, layout.page_size), dtype=np.int32)
+    pages = np.arange(count_needed_pages(tokens, layout.page_size), dtype=np.int32)
     pool = KVPool(layout, len(pages), device)
     before = torch.cuda.memory_allocated(device)
-    eagle = None if head is None else EagleWriter.of(head, model, pool, config)
+    eagle = None if head is None else EagleWriter.build_for_pool(head, model, pool, config)
     runner = ModelRunner.build(model, pool, attention, prompts=config.computes_prompts, eagle=eagle)
     lasting = torch.cuda.memory_allocated(device) - before
     torch.cuda.synchronize(device)
@@ -91,14 +100,14 @@ def footprint(
     torch.cuda.empty_cache()
     if graph_sizes:
         capture = partial(capture_steps, config=config, sizes=graph_sizes, max_context=max_context)
-        lasting += _graph_bytes(runner, capture)
+        lasting += _measure_graphs(runner, capture)
     del runner, pool
     gc.collect()  # attention backends refer to themselves
     torch.cuda.empty_cache()
     return Footprint(step, lasting)
 
 
-def lasting_of_drafting(
+def measure_draft_memory(
     model: CausalLM,
     layout: KVLayout,
     attention: type[AttentionBackend],
@@ -106,41 +115,45 @@ def lasting_of_drafting(
     graph_sizes: Sequence[int],
     max_context: int,
 ) -> int:
-    """Measure what graphs and work space of a draft model will take as long as the node lives, in
-    bytes; 0 on a CPU. Its largest pass is taken to need no more than the node's largest step,
-    beside which it does not run.
+    """Measure the memory that the graphs and work space of a draft model take as long as the node
+    lives, in bytes; 0 on a CPU.
+
+    We assume that its largest pass needs no more than the node's largest step, because the two
+    never run at the same time.
 
     Args:
-        graph_sizes, max_context: as of :func:`footprint`.
+        graph_sizes, max_context: see :func:`measure_footprint`.
     """
     device = model.embedding.device
     if device.type != "cuda":
         return 0
     tokens = min(MIXED_SIZES[-1], max_context)
-    pages = np.arange(page_count(tokens, layout.page_size), dtype=np.int32)
+    pages = np.arange(count_needed_pages(tokens, layout.page_size), dtype=np.int32)
     pool = KVPool(layout, len(pages), device)
     before = torch.cuda.memory_allocated(device)
     runner = ModelRunner.build(model, pool, attention, prompts=False)
     lasting = torch.cuda.memory_allocated(device) - before
-    # NOTE: this loads kernels, which stay and would count as memory of the graphs.
+    # NOTE: this loads kernels first. They stay loaded and would otherwise count as memory of the
+    # graphs.
     runner.forward([ForwardItem(np.zeros(tokens, np.int32), 0, pages)])
     torch.cuda.synchronize(device)
     if graph_sizes:
         capture = partial(
             capture_drafting, config=config, sizes=graph_sizes, max_context=max_context
         )
-        lasting += _graph_bytes(runner, capture)
+        lasting += _measure_graphs(runner, capture)
     del runner, pool
     gc.collect()  # attention backends refer to themselves
     torch.cuda.empty_cache()
     return lasting
 
 
-def _graph_bytes(runner: ModelRunner, capture: Callable[..., CapturedSteps | None]) -> int:
-    """Capture the smallest and the largest graphs of each kind and drop them; returns the bytes
-    that they took. ``capture`` takes the other arguments of :func:`capture_steps`."""
+def _measure_graphs(runner: ModelRunner, capture: Callable[..., CapturedSteps | None]) -> int:
+    """Capture the smallest and the largest graph of each kind and drop them again. Returns the
+    bytes that they took. ``capture`` accepts the other arguments of :func:`capture_steps`."""
     device = runner.pool.device
-    # NOTE: a capture frees what is garbage, which must not count as taken before.
+    # NOTE: a capture frees garbage. We do so before, or the freed memory would hide some of the
+    # graphs'.
     gc.collect()
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info(device)[0]
@@ -150,19 +163,19 @@ def _graph_bytes(runner: ModelRunner, capture: Callable[..., CapturedSteps | Non
     return taken
 
 
-def report(
+def log_memory_use(
     model: CausalLM,
     pool: KVPool,
     step: int,
     graphs: int,
     captured: Mapping[str, Sequence[int]],
 ) -> None:
-    """Log the use of a GPU's memory; on a CPU, do nothing.
+    """Log how a GPU's memory is used; do nothing on a CPU.
 
     Args:
-        step: bytes of the largest prefill step while it runs.
+        step: bytes that the largest prefill step needs while it runs.
         graphs: bytes that torch allocated for CUDA graphs.
-        captured: their sizes, by what they compute.
+        captured: sizes of the graphs, by kind.
     """
     device = pool.device
     if device.type != "cuda":

@@ -1,5 +1,5 @@
-"""The paged KV pool: one allocation for all planes. :mod:`pd.engine.page_allocator` decides which
-page is used for what."""
+"""The paged KV pool: one allocation for all planes. :mod:`pd.engine.page_allocator` decides how
+each page is used."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from pd.kernels.digest import digest_bytes, token_digests
+from pd.kernels.digest import hash_tokens, sum_digests
 from pd.kernels.kv_copy import gather_parts
-from pd.kernels.paging import token_slots
+from pd.kernels.paging import find_token_slots
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     IntArray = npt.NDArray[np.int32]
 
-# Tokens whose KV is gathered from all ranks at a time to be hashed.
+# Number of tokens to gather from all ranks and hash at a time.
 _DIGEST_TOKENS = 1024
-# Bytes of pages that are copied to or from host memory at a time.
+# Bytes of pages to copy to or from host memory at a time.
 _COPY_BYTES = 64 << 20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -37,12 +37,12 @@ class PoolPlane:
 
     Attributes:
         spec: shape of this rank's part.
-        first_layer: number of its first layer through all planes of the pool.
-        buffer: contiguous ``[num_layers, vectors, slots, num_heads, head_dim]``, K then V, zeros at
-            first. :mod:`pd.kernels.paging` defines in which slot a token lies.
-        parts: address of the buffer of each tensor-parallel rank as mapped in this process, in the
-            order of their heads. All have the shape of ``buffer``, which is the first. Only rank 0
-            has a plane that is not sharded, so that there is one part.
+        first_layer: number of its first layer among the layers of all planes.
+        buffer: contiguous ``[num_layers, vectors, slots, num_heads, head_dim]``, K then V, zero at
+            first. :mod:`pd.kernels.paging` defines the slot of each token.
+        parts: address of each tensor-parallel rank's buffer as mapped in this process, in the order
+            of their heads. All have the shape of ``buffer``, which comes first. A plane that is not
+            sharded exists only on rank 0 and has one part.
     """
 
     spec: Plane
@@ -52,33 +52,33 @@ class PoolPlane:
 
 
 class PlaneView:
-    """One plane of a pool as attention backends see it
-    (:class:`pd.kernels.attention.base.PagedKV`): its layers are numbered from 0."""
+    """One plane of a pool in the form that attention backends expect
+    (:class:`pd.kernels.attention.base.PagedKV`): its layers start at 0."""
 
     def __init__(self, pool: KVPool, plane: PoolPlane) -> None:
         self.page_size, self.num_pages = pool.page_size, pool.num_pages
         self._pool, self._first = pool, plane.first_layer
 
-    def key(self, layer: int) -> torch.Tensor:
-        """See :meth:`KVPool.key`."""
-        return self._pool.key(self._first + layer)
+    def get_keys(self, layer: int) -> torch.Tensor:
+        """See :meth:`KVPool.get_keys`."""
+        return self._pool.get_keys(self._first + layer)
 
-    def value(self, layer: int) -> torch.Tensor:
-        """See :meth:`KVPool.value`."""
-        return self._pool.value(self._first + layer)
+    def get_values(self, layer: int) -> torch.Tensor:
+        """See :meth:`KVPool.get_values`."""
+        return self._pool.get_values(self._first + layer)
 
 
 class KVPool:
-    """The vectors of every cached token, in planes. Layers are numbered through all planes.
+    """The vectors of all cached tokens, in planes. Layer numbers run through all planes.
 
     Attributes:
-        layout: shape of this pool. On a tensor-parallel rank it is that of the rank's part
+        layout: shape of this pool. On a tensor-parallel rank it is the shape of the rank's part
             (:meth:`pd.core.node_info.KVLayout.of_rank`).
-        memory: uint8 ``[bytes]``, the one allocation in which all planes lie
+        memory: uint8 ``[bytes]``, the single allocation that holds all planes
             (:meth:`pd.core.node_info.KVLayout.extents`).
         planes: in the order of the layout.
-        num_pages: pages for callers. Page ``num_pages``, one more at the end, receives the writes
-            of padding and is never read.
+        num_pages: pages that callers may use. One more page at the end, number ``num_pages``,
+            receives the writes of padding and is never read.
     """
 
     def __init__(
@@ -94,12 +94,13 @@ class KVPool:
         self.num_pages = num_pages
         self.page_size = layout.page_size
         slots = (num_pages + 1) * layout.page_size
-        extents = layout.extents(slots)
+        extents = layout.plane_extents(slots)
         size = max(extent.stop for extent in extents)
         if shared_memory is None:
-            self.memory = _zeros(size, torch.device(device))
+            self.memory = _allocate_zeros(size, torch.device(device))
         else:
-            self.memory = _zeros_in(shared_memory, size)
+            os.ftruncate(shared_memory, size)
+            self.memory = torch.frombuffer(mmap.mmap(shared_memory, size), dtype=torch.uint8)
         self.planes: list[PoolPlane] = []
         first = 0
         for spec, extent in zip(layout.planes, extents, strict=True):
@@ -112,7 +113,7 @@ class KVPool:
         self._values: list[torch.Tensor] = [layer[-1] for layer in layers]
 
     @staticmethod
-    def page_bytes(layout: KVLayout) -> int:
+    def count_page_bytes(layout: KVLayout) -> int:
         """Return the bytes of one page in all layers."""
         return layout.token_bytes * layout.page_size
 
@@ -127,42 +128,41 @@ class KVPool:
 
     @property
     def sharded_memory(self) -> torch.Tensor:
-        """The leading part of ``memory`` that every tensor-parallel rank has."""
+        """The leading part of ``memory``, which every tensor-parallel rank has."""
         slots = (self.num_pages + 1) * self.page_size
-        extents = zip(self.layout.planes, self.layout.extents(slots), strict=True)
+        extents = zip(self.layout.planes, self.layout.plane_extents(slots), strict=True)
         return self.memory[: max(extent.stop for plane, extent in extents if plane.sharded)]
 
     def set_parts(self, addresses: Sequence[int]) -> None:
-        """Take the address of each rank's memory, as mapped in this process; rank 0's is first."""
+        """Set the address of each rank's memory as mapped in this process, rank 0 first."""
         for plane in self.planes:
             if plane.spec.sharded:
                 offset = plane.buffer.data_ptr() - self.memory.data_ptr()
                 plane.parts = [address + offset for address in addresses]
 
-    def key(self, layer: int) -> torch.Tensor:
-        """Return the keys of a layer, a view ``[slots, num_heads, head_dim]``. In a plane with one
-        vector for each token, this is it."""
+    def get_keys(self, layer: int) -> torch.Tensor:
+        """Return the keys of a layer, a view ``[slots, num_heads, head_dim]``. If the plane has one
+        vector per token, keys and values are the same."""
         return self._keys[layer]
 
-    def value(self, layer: int) -> torch.Tensor:
-        """Return the values of a layer, a view ``[slots, num_heads, head_dim]``. In a plane with
-        one vector for each token, keys and values are the same."""
+    def get_values(self, layer: int) -> torch.Tensor:
+        """Return the values of a layer, a view ``[slots, num_heads, head_dim]``."""
         return self._values[layer]
 
-    def view(self, name: str) -> PlaneView:
-        """Return a plane by itself, for an attention backend. Raises KeyError if this rank has
-        none of this name."""
+    def view_plane(self, name: str) -> PlaneView:
+        """Return one plane for an attention backend. Raises KeyError if this rank has no plane of
+        this name."""
         for plane in self.planes:
             if plane.spec.name == name:
                 return PlaneView(self, plane)
         raise KeyError(name)
 
     def move_tokens(self, source: torch.Tensor, to: torch.Tensor) -> None:
-        """Copy all vectors of tokens from slots to others; on a GPU this is only queued.
+        """Copy all vectors of some tokens to other slots. On a GPU this is only queued.
 
         Args:
-            source, to: int64 ``[n]`` on the pool's device; what is read is read before anything is
-                written, and of equal ``to`` any is kept.
+            source, to: int64 ``[n]`` on the pool's device. Everything is read before anything is
+                written. If a slot occurs twice in ``to``, one of the writes wins.
         """
         for plane in self.planes:
             plane.buffer.index_copy_(2, to, plane.buffer.index_select(2, source))
@@ -177,77 +177,77 @@ class KVPool:
             for each plane ``[num_layers, vectors, n, page_size, num_heads, head_dim]`` on the CPU.
         """
         copies = []
-        for paged in self._paged():
+        for paged in self._view_pages():
             layers, vectors, _, *rest = paged.shape
             host = torch.empty((layers, vectors, len(pages), *rest), dtype=paged.dtype)
-            for some in _pieces(paged, len(pages)):
-                host[:, :, some] = paged.index_select(2, self._index(pages[some])).cpu()
+            for some in _split_pages(paged, len(pages)):
+                host[:, :, some] = paged.index_select(2, self._to_index(pages[some])).cpu()
             copies.append(host)
         return copies
 
     def scatter_pages(self, pages: IntArray, copies: Sequence[torch.Tensor]) -> None:
         """Copy the result of :meth:`gather_pages` into ``n`` pages, in the same order."""
-        for paged, host in zip(self._paged(), copies, strict=True):
-            for some in _pieces(paged, len(pages)):
-                paged.index_copy_(2, self._index(pages[some]), host[:, :, some].to(self.device))
+        for paged, host in zip(self._view_pages(), copies, strict=True):
+            for some in _split_pages(paged, len(pages)):
+                paged.index_copy_(2, self._to_index(pages[some]), host[:, :, some].to(self.device))
 
-    def _paged(self) -> Iterator[torch.Tensor]:
+    def _view_pages(self) -> Iterator[torch.Tensor]:
         """Views of all planes, ``[num_layers, vectors, pages, page_size, num_heads, head_dim]``."""
         for plane in self.planes:
             layers, vectors, slots, *rest = plane.buffer.shape
             pages = slots // self.page_size
             yield plane.buffer.view(layers, vectors, pages, self.page_size, *rest)
 
-    def digest(self, pages: IntArray, cached: Sequence[int], stop: int) -> bytes:
-        """Compute 8 bytes that depend only on the vectors of some tokens of the sequence with this
-        page table (see :mod:`pd.kernels.digest`): in planes of group ``g`` of tokens
-        ``[cached[g], stop)``."""
+    def compute_digest(self, pages: IntArray, cached: Sequence[int], stop: int) -> bytes:
+        """Compute 8 bytes that depend only on the vectors of some tokens of a sequence (see
+        :mod:`pd.kernels.digest`).
+
+        Args:
+            pages: page table of the sequence.
+            cached: for each group of planes, the position of the first token to hash.
+            stop: the position after the last token to hash.
+        """
         digests = [np.empty(0, np.int64)]
         for plane in self.planes:
             start = cached[plane.spec.group]
-            slots = token_slots(pages, np.arange(start, stop), self.page_size)
+            slots = find_token_slots(pages, np.arange(start, stop), self.page_size)
             if len(plane.parts) == 1:
                 digests.append(
-                    token_digests(plane.buffer, slots, start, first_layer=plane.first_layer)
+                    hash_tokens(plane.buffer, slots, start, first_layer=plane.first_layer)
                 )
             else:
-                digests += self._digests_of_parts(plane, slots, start)
-        return digest_bytes(np.concatenate(digests))
+                digests += self._hash_parts(plane, slots, start)
+        return sum_digests(np.concatenate(digests))
 
-    def _digests_of_parts(
+    def _hash_parts(
         self, plane: PoolPlane, slots: npt.NDArray[np.int64], start: int
     ) -> Iterator[npt.NDArray[np.int64]]:
-        """Digests of tokens from ``start`` on in a plane whose heads are divided."""
+        """Hash the tokens from ``start`` on in a plane with divided heads."""
         layers, vectors, _, heads, head_dim = plane.buffer.shape
         for first in range(0, len(slots), _DIGEST_TOKENS):
             some = torch.from_numpy(slots[first : first + _DIGEST_TOKENS]).to(self.device)
             shape = (layers, vectors, len(some), heads * len(plane.parts), head_dim)
             whole = plane.buffer.new_empty(shape)
             gather_parts(plane.buffer, plane.parts, some, 0, layers, whole)
-            yield token_digests(
+            yield hash_tokens(
                 whole, np.arange(len(some)), start + first, first_layer=plane.first_layer
             )
 
-    def _index(self, pages: IntArray) -> torch.Tensor:
+    def _to_index(self, pages: IntArray) -> torch.Tensor:
         return torch.from_numpy(pages.astype("int64")).to(self.device)
 
 
-def _pieces(paged: torch.Tensor, count: int) -> Iterator[slice]:
-    """Divide a list of pages into parts so small that a GPU full of KV has memory for a copy of
-    one."""
+def _split_pages(paged: torch.Tensor, count: int) -> Iterator[slice]:
+    """Divide a list of pages into parts. A GPU full of KV still has memory for a copy of one
+    part."""
     some = max(1, _COPY_BYTES // (paged.nbytes // paged.shape[2]))
     return (slice(first, first + some) for first in range(0, count, some))
 
 
-def _zeros_in(file: int, size: int) -> torch.Tensor:
-    os.ftruncate(file, size)
-    return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
-
-
-def _zeros(size: int, device: torch.device) -> torch.Tensor:
+def _allocate_zeros(size: int, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(size, dtype=torch.uint8, device=device)
-    # NOTE: torch.zeros writes every byte, seconds for gigabytes that may never be used; the kernel
-    # maps these pages, zeroed, when they are first touched.
+    # NOTE: torch.zeros writes every byte, which takes seconds for gigabytes that we may never use.
+    # The kernel maps these pages, zeroed, when they are first touched.
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     return torch.frombuffer(mmap.mmap(-1, size, flags=private), dtype=torch.uint8)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
 from pd.engine.device_copy import to_device
+from pd.engine.forward_item import find_reread_rows, find_token_positions
 from pd.kernels.attention import AttentionBatch, PlannedAttention
 
 if TYPE_CHECKING:
@@ -18,11 +18,9 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from pd.engine.chunk_graphs import ChunkGraphs
-    from pd.engine.draft_tree import DraftTree
     from pd.engine.eagle import EagleWriter
+    from pd.engine.forward_item import ForwardItem
     from pd.engine.kv_pool import KVPool
-    from pd.engine.step_graphs import DecodeGraphs, MixedGraphs, VerifyGraphs
     from pd.engine.step_outcome import StepOutcome
     from pd.kernels.attention import AttentionBackend
     from pd.models.causal_lm import CausalLM
@@ -32,59 +30,12 @@ if TYPE_CHECKING:
     BoolArray = npt.NDArray[np.bool_]
 
 
-# Wanted tokens are few if a step has at least this many times as many tokens.
+# The wanted tokens of a step are few if the step has at least this many times more tokens.
 _FEW = 8
 
 
-@dataclass
-class ForwardItem:
-    """One sequence's part of a step.
-
-    Attributes:
-        token_ids: new tokens to compute, int32, at least one. ``-1 - row`` stands for a token that
-            only the device has (see :meth:`ModelRunner.forward`).
-        start: tokens whose KV is in the pool already; the position of ``token_ids[0]``.
-        pages: page table, int32, covering ``start + len(token_ids)`` tokens at least.
-        num_logits: number of the last new tokens whose logits are wanted; 0 for a chunk that does
-            not end the prompt.
-        tree: shape of the drafted tokens, which are the last of ``token_ids``; None without any.
-        reread: the first token is in the pool already and is computed for its hidden state alone:
-            its K and V go to the pool's extra page.
-        carried: row of :attr:`pd.engine.eagle.EagleWriter.carried` with the state of the token
-            before the first one.
-        unread: guesses of the step before that may have been accepted, which only the device knows;
-            ``start`` is as if none were. ``pages`` cover so many tokens more.
-        work: index of their work in that step.
-    """
-
-    token_ids: IntArray
-    start: int
-    pages: IntArray
-    num_logits: int = 1
-    tree: DraftTree | None = None
-    reread: bool = False
-    carried: int = 0
-    unread: int = 0
-    work: int = -1
-
-    @property
-    def branches(self) -> bool:
-        """Whether some new token does not follow the one before it."""
-        return self.tree is not None and not self.tree.is_chain
-
-    def visible(self) -> BoolArray | None:
-        """Mask of attention among the new tokens, as
-        :class:`pd.kernels.attention.AttentionBatch` wants it; None if it is causal."""
-        if self.tree is None or self.tree.is_chain:
-            return None
-        root = len(self.token_ids) - self.tree.size - 1
-        seen = np.tri(len(self.token_ids), dtype=np.bool_)
-        seen[root:, root:] = self.tree.visible
-        return seen
-
-
-def _with_known_starts(items: Sequence[ForwardItem], outcome: StepOutcome) -> list[ForwardItem]:
-    """Wait for the outcome of the step before, and put the items where they begin."""
+def _apply_outcome(items: Sequence[ForwardItem], outcome: StepOutcome) -> list[ForwardItem]:
+    """Wait for the outcome of the previous step, and correct the start of each item."""
     (copied,) = outcome.counts_on_host.wait()
     counts = copied.tolist()
     return [
@@ -95,27 +46,14 @@ def _with_known_starts(items: Sequence[ForwardItem], outcome: StepOutcome) -> li
     ]
 
 
-def token_positions(
-    items: Sequence[ForwardItem], starts: Int64Array, lengths: Int64Array
-) -> Int64Array:
-    """Positions of the tokens of a step in the sequences that they continue, int64 ``[tokens]``."""
-    ends = np.cumsum(lengths)
-    positions: Int64Array = np.arange(ends[-1]) + np.repeat(starts - ends + lengths, lengths)
-    for item, end in zip(items, ends.tolist(), strict=True):
-        if item.tree is not None and not item.tree.is_chain:
-            root = end - item.tree.size - 1
-            positions[root + 1 : end] = positions[root] + item.tree.depths
-    return positions
-
-
-class PlannedLate(PlannedAttention):
-    """Attention that is planned when the model first needs ``slots``: after the launch of the first
-    layer's product, so that an idle GPU already computes.
+class LazyAttention(PlannedAttention):
+    """Attention that is planned when the model first needs ``slots``. By then the first layer's
+    product is launched, so an idle GPU already computes.
 
     Args:
         backend, batch: for all tokens of the step.
         hidden: tokens whose K and V go to the pool's extra page, int64 ``[n]``, or None.
-        last: another backend, and the batch of the tokens that are wanted after the last layer.
+        last: another backend, with the batch of the tokens that the last layer must attend.
     """
 
     def __init__(
@@ -129,7 +67,7 @@ class PlannedLate(PlannedAttention):
         self.last = None if last is None else last[0]
         self._backend, self._batch, self._hidden, self._last = backend, batch, hidden, last
 
-    # The base class has an attribute; here its first use plans.
+    # The base class has an attribute. Here the first access plans.
     @cached_property
     def slots(self) -> torch.Tensor:  # type: ignore[override]
         self._backend.plan(self._batch)
@@ -145,7 +83,7 @@ class PlannedLate(PlannedAttention):
 
 
 def hide_tokens(attention: PlannedAttention, rows: torch.Tensor) -> None:
-    """Have K and V of some tokens of a planned step go to the pool's extra page.
+    """Redirect K and V of some tokens of a planned step to the pool's extra page.
 
     Args:
         rows: int64 ``[n]`` on the device.
@@ -154,34 +92,64 @@ def hide_tokens(attention: PlannedAttention, rows: torch.Tensor) -> None:
     attention.slots.index_fill_(0, rows, pool.num_pages * pool.page_size)
 
 
-def reread_rows(items: Sequence[ForwardItem], device: torch.device) -> torch.Tensor | None:
-    """Tokens of a step that are computed once more, int64 on the device; None if there are none."""
-    if not any(item.reread for item in items):
-        return None
-    ends = np.cumsum([len(item.token_ids) for item in items])
-    rows = [
-        int(end) - len(item.token_ids) for item, end in zip(items, ends, strict=True) if item.reread
-    ]
-    return to_device(rows, torch.int64, device)
+class CapturedGraphs(Protocol):
+    """CUDA graphs for one kind of steps. This is a protocol, because their modules import ours."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """Captured sizes in tokens, ascending."""
+
+    def can_run(self, items: Sequence[ForwardItem]) -> bool:
+        """Whether :meth:`run` can compute this step."""
+
+    def run(
+        self,
+        items: Sequence[ForwardItem],
+        previous_tokens: torch.Tensor | None,
+        outcome: StepOutcome | None = None,
+    ) -> torch.Tensor:
+        """Do :meth:`ModelRunner.forward`. The next run overwrites the logits."""
+
+
+class CapturedVerifyGraphs(CapturedGraphs, Protocol):
+    """Graphs for steps with a few tokens of each sequence."""
+
+    @property
+    def takes_unread(self) -> bool:
+        """Whether steps can start at positions that only the device knows."""
+
+
+class CapturedChunks(Protocol):
+    """Graphs for steps with one short chunk."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """Captured sizes in tokens, ascending."""
+
+    def can_run(self, items: Sequence[ForwardItem]) -> bool:
+        """Whether :meth:`run` can compute this step."""
+
+    def run(self, item: ForwardItem) -> torch.Tensor:
+        """Compute the chunk. The next run overwrites the logits."""
 
 
 class ModelRunner:
-    """A model, its pool and an attention backend, stepped together by one thread.
+    """A model, its pool and an attention backend. One thread at a time runs steps.
 
     Args:
         last_attention: another backend of the same class, for the wanted tokens in the last layer.
 
     Attributes:
-        eagle: writes the KV of an EAGLE head with every pass; None without one.
-        graphs: graphs of decode steps, once captured; None to launch their kernels one by one.
-        verify_graphs: graphs of steps of a few tokens of each sequence; None without them.
-        chunk_graphs: graphs of steps of one short chunk; None without them.
-        mixed_graphs: graphs of steps of chunks beside sequences that continue; None without them.
-        takes_unread: whether a step may be launched before the host has read what the one before
-            it accepted, without waiting for that.
-        last_alone_from: from this many pairs of query and key on, the last layer attends only the
-            wanted tokens, if they are few. With fewer pairs, planning this takes the host longer
-            than it saves the GPU.
+        eagle: writes the KV of an EAGLE head in every pass; None without one.
+        graphs: graphs of decode steps, once captured; None to launch kernels one by one.
+        verify_graphs: graphs of steps with a few tokens of each sequence; None without them.
+        chunk_graphs: graphs of steps with one short chunk; None without them.
+        mixed_graphs: graphs of steps with chunks and sequences that continue; None without them.
+        takes_unread: whether a step can be launched before the host has read the accepted guesses
+            of the previous step.
+        last_alone_from: number of query-key pairs from which the last layer attends only the wanted
+            tokens, if they are few. With fewer pairs the host spends more time on the plan than the
+            GPU saves.
     """
 
     def __init__(
@@ -198,10 +166,10 @@ class ModelRunner:
         self.attention = attention_backend
         self.last_alone_from = 1 << 24
         self._last_attention = last_attention
-        self.graphs: DecodeGraphs | None = None
-        self.verify_graphs: VerifyGraphs | None = None
-        self.chunk_graphs: ChunkGraphs | None = None
-        self.mixed_graphs: MixedGraphs | None = None
+        self.graphs: CapturedGraphs | None = None
+        self.verify_graphs: CapturedVerifyGraphs | None = None
+        self.chunk_graphs: CapturedChunks | None = None
+        self.mixed_graphs: CapturedGraphs | None = None
 
     @classmethod
     def build(
@@ -213,8 +181,8 @@ class ModelRunner:
         prompts: bool,
         eagle: EagleWriter | None = None,
     ) -> ModelRunner:
-        """Make a runner with a backend of this class, and with ``prompts`` a second backend for the
-        wanted tokens in the last layer."""
+        """Make a runner with a backend of this class. With ``prompts`` it gets a second backend,
+        for the wanted tokens in the last layer."""
         heads = model.config.num_heads
         last = attention(pool, heads) if prompts else None
         return cls(model, pool, attention(pool, heads), last, eagle)
@@ -230,7 +198,7 @@ class ModelRunner:
         self.pool.move_tokens(source, to)
 
     def drop_graphs(self) -> None:
-        """Launch kernels one by one from now on."""
+        """Drop all graphs. Later steps launch their kernels one by one."""
         self.graphs = self.verify_graphs = self.chunk_graphs = self.mixed_graphs = None
 
     @torch.inference_mode()
@@ -241,98 +209,100 @@ class ModelRunner:
         previous_tokens: torch.Tensor | None = None,
         outcome: StepOutcome | None = None,
     ) -> torch.Tensor:
-        """Compute new tokens, leaving their KV in the pool.
+        """Compute new tokens and leave their KV in the pool.
 
         Args:
-            items: at least one; no two may write the same page.
-            on_layers_done: called with ``(first, stop)`` when this step's KV of those layers is in
-                the pool (on a GPU: is queued on the current stream): of each layer, or of all at
-                once. It must not wait for a GPU nor for long: the layers after it are not launched
-                until it returns.
-            previous_tokens: int64 ``[rows]`` on the model's device, to which negative token ids
-                refer.
-            outcome: of the step before, to which ``ForwardItem.work`` refers; None if no item has
-                unread guesses. Where no graph fits, the host waits for it.
+            items: at least one. No two may write the same page.
+            on_layers_done: called with ``(first, stop)`` when the KV of these layers is in the
+                pool, or on a GPU queued on the current stream: for each layer, or for all at once.
+                It must return quickly and must not wait for a GPU, because we launch the next
+                layers only afterwards.
+            previous_tokens: int64 ``[rows]`` on the model's device. Negative token ids refer to it.
+            outcome: outcome of the previous step, if some item has unread guesses. Without a graph
+                that fits, the host waits for it.
 
         Returns:
             Logits ``[sum(num_logits), vocab_size]`` in the order of ``items``, in the model's dtype
             and on its device.
         """
         verify = self.verify_graphs
-        if outcome is not None and verify is not None and verify.fits(items):
+        if outcome is not None and verify is not None and verify.can_run(items):
             logits: torch.Tensor | None = verify.run(items, previous_tokens, outcome)
         else:
             if outcome is not None:
-                items = _with_known_starts(items, outcome)
-            logits = self._replay(items, previous_tokens)
+                items = _apply_outcome(items, outcome)
+            logits = self._replay_graph(items, previous_tokens)
         if logits is None:
-            return self._launch(items, on_layers_done, previous_tokens)
+            return self._launch_kernels(items, on_layers_done, previous_tokens)
         if on_layers_done is not None:
             on_layers_done(0, self.model.config.num_layers + (self.eagle is not None))
         return logits
 
-    def _replay(
+    def _replay_graph(
         self, items: Sequence[ForwardItem], previous_tokens: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """:meth:`forward` by a graph; None if none fits. All ranks choose the same, since they sum
-        tensors of the graph's size."""
+        """Do :meth:`forward` with a graph; return None if no graph fits. All ranks must choose the
+        same graph, because they sum tensors of its size."""
         for graphs in (self.graphs, self.verify_graphs):
-            if graphs is not None and graphs.fits(items):
+            if graphs is not None and graphs.can_run(items):
                 return graphs.run(items, previous_tokens)
         short = self.chunk_graphs if previous_tokens is None else None
-        if short is not None and short.fits(items):
+        if short is not None and short.can_run(items):
             return short.run(items[0])
-        if self.mixed_graphs is not None and self.mixed_graphs.fits(items):
+        if self.mixed_graphs is not None and self.mixed_graphs.can_run(items):
             return self.mixed_graphs.run(items, previous_tokens)
         return None
 
-    def _launch(
+    def _launch_kernels(
         self,
         items: Sequence[ForwardItem],
         on_layers_done: Callable[[int, int], None] | None,
         previous_tokens: torch.Tensor | None,
     ) -> torch.Tensor:
-        """:meth:`forward` without graphs."""
+        """Do :meth:`forward` without graphs."""
         lengths = np.fromiter((len(item.token_ids) for item in items), np.int64, len(items))
         starts = np.fromiter((item.start for item in items), np.int64, len(items))
         trees = None
         ends = np.cumsum(lengths)
-        positions = token_positions(items, starts, lengths)
-        if any(item.branches for item in items):
-            trees = [item.visible() for item in items]
+        positions = find_token_positions(items, starts, lengths)
+        if any(item.has_branches for item in items):
+            trees = [item.make_attention_mask() for item in items]
         batch = AttentionBatch(starts, lengths, [item.pages for item in items], trees)
         wanted = np.fromiter((item.num_logits for item in items), np.int64, len(items))
         assert (wanted <= lengths).all(), "more logits wanted than tokens computed"
-        # NOTE: copied before the layers are launched, because a copy to a GPU waits for earlier
-        # work.
+        # NOTE: we copy before launching the layers, because a copy to a GPU waits for earlier work.
         rows = np.repeat(ends - np.cumsum(wanted), wanted) + np.arange(wanted.sum())
-        chosen = self._tensor(rows) if len(rows) < ends[-1] else None
-        token_ids = self._tensor(np.concatenate([item.token_ids for item in items]))
+        chosen = self._to_tensor(rows) if len(rows) < ends[-1] else None
+        token_ids = self._to_tensor(np.concatenate([item.token_ids for item in items]))
         if previous_tokens is not None:
             known = previous_tokens[(-1 - token_ids).clamp_(min=0)]
             token_ids = torch.where(token_ids < 0, known, token_ids)
-        before = None if self.eagle is None else self._tensor(self.eagle.places_before(items))
-        places = self._tensor(positions)
-        reread = reread_rows(items, self.pool.device)
-        attention = PlannedLate(self.attention, batch, reread, self._plan_of_last(batch, wanted))
-        features = self.model.new_features(len(token_ids))
+        before = (
+            None if self.eagle is None else self._to_tensor(self.eagle.find_places_before(items))
+        )
+        places = self._to_tensor(positions)
+        reread = find_reread_rows(items, self.pool.device)
+        attention = LazyAttention(
+            self.attention, batch, reread, self._plan_last_layer(batch, wanted)
+        )
+        features = self.model.allocate_features(len(token_ids))
         hidden = self.model.forward(
             token_ids, places, attention, _each_layer(on_layers_done), chosen, features
         )
         if self.eagle is not None and features is not None and before is not None:
-            self.eagle.write(token_ids, places, attention.slots, features, before)
+            self.eagle.write_kv(token_ids, places, attention.slots, features, before)
             if on_layers_done is not None:
                 layers = self.model.config.num_layers
                 on_layers_done(layers, layers + 1)
         if len(hidden) == 0:
             return hidden.new_empty(0, self.model.config.vocab_size)
-        return self.model.logits(hidden)
+        return self.model.compute_logits(hidden)
 
-    def _plan_of_last(
+    def _plan_last_layer(
         self, batch: AttentionBatch, wanted: npt.NDArray[np.int64]
     ) -> tuple[AttentionBackend, AttentionBatch] | None:
         """Choose backend and batch for the last layer: the last ``wanted[i]`` tokens of each
-        sequence. None if that layer attends all tokens."""
+        sequence. Returns None if the layer should attend all tokens."""
         if batch.trees is not None or self._last_attention is None:
             return None
         if not 0 < _FEW * wanted.sum() <= batch.lengths.sum():
@@ -344,7 +314,7 @@ class ModelRunner:
         pages = [batch.pages[i] for i in some]
         return self._last_attention, AttentionBatch(starts, wanted[some], pages)
 
-    def _tensor(self, array: npt.NDArray[np.integer]) -> torch.Tensor:
+    def _to_tensor(self, array: npt.NDArray[np.integer]) -> torch.Tensor:
         return to_device(array, torch.int64, self.pool.device)
 
 

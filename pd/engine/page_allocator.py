@@ -1,4 +1,4 @@
-"""The owner of each page of a KV pool."""
+"""Tracks the owner of each page of a KV pool."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
     IntArray = npt.NDArray[np.int32]
 
-# Adjacent pages are searched for allocations of at least one page in _SEARCH of the pool, and taken
+# We search for adjacent pages if an allocation is at least 1 / _SEARCH of the pool, and take them
 # from at most _RUNS runs.
 _SEARCH, _RUNS = 128, 8
 
 
 class PageState(IntEnum):
-    """The one owner of a page at every moment."""
+    """The owner of a page. Each page has exactly one at any time."""
 
     FREE = 0
     IN_TREE = 1  # in the radix tree, locked there or not
@@ -30,8 +30,8 @@ class PageState(IntEnum):
 class PageAllocator:
     """Allocates pages ``0 .. num_pages - 1`` and checks every change of owner.
 
-    Every method that moves pages asserts that they have the owner that the caller names: a page
-    that would have two owners stops the process instead of corrupting a request.
+    Methods that move pages assert their current owner. So if a page would get two owners, the
+    process stops instead of corrupting a request.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -42,30 +42,30 @@ class PageAllocator:
         # A stack; low page numbers on top.
         self._free = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
 
-    def count(self, state: PageState) -> int:
+    def count_pages(self, state: PageState) -> int:
         """Return the number of pages in ``state``."""
         return self._counts[state]
 
-    def allocate(self, num_pages: int, state: PageState) -> IntArray:
-        """Take ``num_pages`` free pages (the caller checked that there are enough).
+    def allocate_pages(self, num_pages: int, state: PageState) -> IntArray:
+        """Take ``num_pages`` free pages. The caller has checked that there are enough.
 
-        Adjacent ones if there are and if they are many (a 128th of the pool): transfers copy them
-        as one, and attention reads them where they lie.
+        A large allocation (at least a 128th of the pool) gets adjacent pages if possible, because
+        transfers copy them as one and attention reads them in place.
         """
         free = self._counts[PageState.FREE]
         assert 0 <= num_pages <= free, f"{num_pages} pages asked for, {free} free"
         pages = self._free[free - num_pages : free][::-1].copy()
         if num_pages * _SEARCH >= self.num_pages and (np.diff(pages) != 1).any():
-            pages = self._in_few_runs(num_pages, pages)
+            pages = self._take_few_runs(num_pages, pages)
         self._states[pages] = state
         self._counts[PageState.FREE] -= num_pages
         self._counts[state] += num_pages
         return pages
 
-    def _in_few_runs(self, num_pages: int, otherwise: IntArray) -> IntArray:
-        """Take the shortest run of free pages that is long enough, else the longest runs; if those
-        are too short together, return ``otherwise``, which is on top of the stack."""
-        free = self.pages_in(PageState.FREE)
+    def _take_few_runs(self, num_pages: int, otherwise: IntArray) -> IntArray:
+        """Take the shortest run of free pages that is long enough, or else the longest runs.
+        Returns ``otherwise``, the top of the stack, if these are too short together."""
+        free = self.find_pages(PageState.FREE)
         breaks = np.flatnonzero(np.diff(free) != 1) + 1
         firsts = np.concatenate(([0], breaks))
         lengths = np.diff(np.concatenate((firsts, [len(free)])))
@@ -91,15 +91,15 @@ class PageAllocator:
         self._free[: len(free) - num_pages] = free[is_left][::-1]
         return np.concatenate(parts)
 
-    def free(self, pages: IntArray, state: PageState) -> None:
+    def free_pages(self, pages: IntArray, state: PageState) -> None:
         """Release pages that are in ``state``."""
-        self.move(pages, state, PageState.FREE)
+        self.move_pages(pages, state, PageState.FREE)
         free = self._counts[PageState.FREE]
-        # In descending order, so that the lowest page is allocated first again.
+        # In descending order, so the lowest page is allocated first.
         self._free[free - len(pages) : free] = np.sort(pages)[::-1]
 
-    def move(self, pages: IntArray, old: PageState, new: PageState) -> None:
-        """Change the owner of pages; each must be in ``old`` and none named twice."""
+    def move_pages(self, pages: IntArray, old: PageState, new: PageState) -> None:
+        """Change the owner of pages. Each must be in ``old`` and be named once."""
         if len(pages) == 0:
             return
         found = self._states[pages]
@@ -110,13 +110,15 @@ class PageAllocator:
         self._counts[old] -= len(pages)
         self._counts[new] += len(pages)
 
-    def pages_in(self, state: PageState) -> IntArray:
-        """Return all pages in ``state``, ascending."""
+    def find_pages(self, state: PageState) -> IntArray:
+        """Return all pages in ``state`` in ascending order."""
         return np.flatnonzero(self._states == state).astype(np.int32)
 
-    def check(self) -> None:
+    def check_invariants(self) -> None:
         """Raise AssertionError unless counts, states and the free stack agree."""
         counts = np.bincount(self._states, minlength=len(PageState)).tolist()
         assert counts == self._counts, f"counted {counts}, kept {self._counts}"
         free = np.sort(self._free[: self._counts[PageState.FREE]])
-        assert np.array_equal(free, self.pages_in(PageState.FREE)), "free stack differs from states"
+        assert np.array_equal(free, self.find_pages(PageState.FREE)), (
+            "free stack differs from states"
+        )

@@ -1,5 +1,5 @@
-"""Penalties whose token counts live on the device, so that no step waits for the tokens of the one
-before it to reach the host."""
+"""Penalties with token counts on the device, so that no step waits until the tokens of the previous
+one reach the host."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     from pd.engine.sampling_state import Draw, SamplingState
     from pd.engine.step_outcome import StepOutcome
 
-# Rows of the table at first; it grows by doubling.
+# Initial number of rows of the table. It grows by doubling.
 _FIRST_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PenalizedRows:
-    """Rows of a step that have penalties, and changes of the table to make before they are read.
-    All tensors are on the device; indices are int64.
+    """Rows of a step with penalties, and the changes that the table needs before we read them. All
+    tensors are on the device. Indices are int64.
 
     Attributes:
         fresh: rows of the table to clear first.
-        prompt: pairs of a row of the table and a token that occurs in its prompt, ``[2, pairs]``.
-        counted: arguments of :func:`pd.kernels.penalties.count_tokens` behind the table.
-        previous: tokens that only the device has, int64, or None; -1 stands for none.
+        prompt: pairs of a table row and a token in its prompt, ``[2, pairs]``.
+        counted: arguments of :func:`pd.kernels.penalties.count_tokens` after the table.
+        previous: tokens that only the device knows, int64, or None; -1 stands for no token.
         rows, places, strengths, starts, paths: arguments of
             :func:`pd.kernels.penalties.apply_penalties`.
         drafts: the step's drafted tokens, int64, or None.
@@ -54,10 +54,10 @@ class PenalizedRows:
 
 
 class Penalties:
-    """A table of how often each token occurs in the output of each choice that has penalties, and
-    whether it occurs in its prompt. Used by one thread.
+    """A table with a row for each choice that has penalties: how often each token occurs in its
+    output, and whether the token occurs in its prompt. Used by one thread.
 
-    A choice keeps its row of the table for as long as its :class:`SamplingState` lives.
+    A choice keeps its row as long as its :class:`SamplingState` lives.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -66,26 +66,28 @@ class Penalties:
         self._in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
         self._true = torch.ones(1, dtype=torch.bool, device=device)
         self._staging = PinnedStaging(device)
-        # States end on any thread.
+        # States may end on any thread.
         self._free: deque[int] = deque()
 
-    def prepare(
+    def prepare_rows(
         self,
         draws: Sequence[Draw],
         previous: torch.Tensor | None,
         drafts: torch.Tensor | None,
         outcome: StepOutcome | None = None,
     ) -> PenalizedRows | None:
-        """Upload what :meth:`apply` needs; None if no state has penalties. What the states' choices
-        have output since their last step is taken from them: if :meth:`apply` is not reached, they
-        have to be told (:meth:`~pd.engine.sampling_state.SamplingState.count_anew`).
+        """Upload the inputs of :meth:`apply_rows`; return None if no state has penalties.
+
+        This takes the tokens output since the last step from the states. If the step then fails
+        before :meth:`apply_rows`, the states have to count again
+        (:meth:`~pd.engine.sampling_state.SamplingState.recount_output`).
 
         Args:
-            draws: of the step, in the order of its rows.
+            draws: draws of the step, in the order of its rows.
             previous: tokens that ``Draw.follows`` refers to, int64 on the device.
             drafts: tokens that ``Draw.first`` refers to, int64 on the device.
-            outcome: of the previous step, with its tokens if ``Draw.unread`` is not 0 where there
-                are penalties.
+            outcome: outcome of the previous step. It includes the tokens if a draw with penalties
+                has ``Draw.unread``.
         """
         if not any(draw.state.has_penalties for draw in draws):
             return None
@@ -100,7 +102,7 @@ class Penalties:
                 choice.penalty_row = self._take_row(choice)
             place = choice.penalty_row
             if not choice.is_counted:
-                step.begin(place, choice.prompt_ids)
+                step.begin_choice(place, choice.prompt_ids)
                 choice.is_counted = True
             step.counted += [(place, token, 0) for token in choice.uncounted]
             choice.uncounted.clear()
@@ -113,9 +115,9 @@ class Penalties:
                 begin += draw.work * outcome.tokens.shape[1]
                 step.counted += [(place, -1, begin + i) for i in range(1 + draw.unread)]
                 choice.counted_ahead += 1 + draw.unread
-            step.add(draw, place, range(first, row))
-        fresh, prompt, counted, rows, places, strengths, starts, paths = self._staging.upload(
-            step.arrays()
+            step.add_draw(draw, place, range(first, row))
+        fresh, prompt, counted, rows, places, strengths, starts, paths = (
+            self._staging.upload_arrays(step.to_arrays())
         )
         columns = counted.unbind(0)
         if outcome is not None and outcome.tokens is not None:
@@ -134,7 +136,7 @@ class Penalties:
             drafts=drafts,
         )
 
-    def apply(self, logits: torch.Tensor, step: PenalizedRows) -> None:
+    def apply_rows(self, logits: torch.Tensor, step: PenalizedRows) -> None:
         """Apply penalties in place: repetition over prompt and output, frequency and presence over
         output. On a GPU this is only queued.
 
@@ -161,11 +163,11 @@ class Penalties:
         )
 
     def _take_row(self, choice: SamplingState) -> int:
-        """A row of the table, which comes free again when the choice is no more."""
+        """Take a row of the table. It is free again once the choice is garbage."""
         if not self._free:
             rows, vocab_size = self._counts.shape
             more = max(_FIRST_ROWS, rows)
-            # NOTE: both tables are as long as each other, also where there is no memory for one.
+            # NOTE: both tables keep the same length even if memory runs out for one of them.
             counts = torch.cat((self._counts, self._counts.new_zeros(more, vocab_size)))
             grown = self._in_prompt.new_zeros(more, vocab_size)
             self._in_prompt = torch.cat((self._in_prompt, grown))
@@ -188,28 +190,28 @@ class _CollectedRows:
         self._strengths: list[tuple[float, float, float]] = []
         self._starts, self._paths = [0], list[int]()
 
-    def begin(self, place: int, prompt_ids: npt.NDArray[np.int32]) -> None:
-        """Begin to count a choice in a row of the table."""
+    def begin_choice(self, place: int, prompt_ids: npt.NDArray[np.int32]) -> None:
+        """Start counting a choice in a row of the table."""
         self._fresh.append(place)
         self._prompts.append(np.stack([np.full(len(prompt_ids), place), prompt_ids]))
 
-    def add(self, draw: Draw, place: int, rows: range) -> None:
-        """Add the rows of a draw, each of which follows some of its drafted tokens."""
+    def add_draw(self, draw: Draw, place: int, rows: range) -> None:
+        """Add the rows of a draw. Each follows some of its drafted tokens."""
         self._rows += rows
         self._places += [place] * len(rows)
         p = draw.state.params
         strengths = p.repetition_penalty, p.frequency_penalty, p.presence_penalty
         self._strengths += [strengths] * len(rows)
-        self._follow(range(draw.drawn), draw.first)
+        self._add_path(range(draw.drawn), draw.first)
         for path in () if draw.tree is None else draw.tree.paths:
-            self._follow(path, draw.first)
+            self._add_path(path, draw.first)
 
-    def _follow(self, path: Iterable[int], first: int) -> None:
+    def _add_path(self, path: Iterable[int], first: int) -> None:
         self._paths += [first + index for index in path]
         self._starts.append(len(self._paths))
 
-    def arrays(self) -> list[npt.NDArray[np.generic]]:
-        """Fresh rows, prompts ``[2, pairs]``, counted tokens ``[3, pairs]``, rows, places,
+    def to_arrays(self) -> list[npt.NDArray[np.generic]]:
+        """Return fresh rows, prompts ``[2, pairs]``, counted tokens ``[3, pairs]``, rows, places,
         strengths ``[n, 3]``, starts and paths."""
         nothing = np.empty((2, 0), np.int64)
         return [

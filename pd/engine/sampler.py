@@ -1,8 +1,8 @@
-"""Samples tokens from logits: token 1 on a prefill node in the same way as later tokens."""
+"""Samples tokens from logits. Prefill nodes sample the first token in the same way as decode nodes
+sample the later ones."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,8 +12,9 @@ import torch
 from pd.core.messages import TokenLogprobs
 from pd.engine.device_copy import HostCopy, to_device
 from pd.engine.penalties import PenalizedRows, Penalties
+from pd.engine.quick_masks import MaskRequest
+from pd.engine.rule_lanes import RuleLanes
 from pd.engine.sampling_state import Draw, SamplingState
-from pd.engine.token_rules import MASK_SECONDS, fill_masks, mask_threads
 from pd.kernels.sampling import sample_rows
 from pd.kernels.staging import PinnedStaging
 from pd.kernels.token_masks import BITS, apply_token_masks
@@ -36,9 +37,10 @@ class SampledToken(NamedTuple):
     """The token of a row, or the reason why there is none.
 
     Attributes:
-        token_id: -1 when ``error`` is set.
-        logprobs: under the model's raw logits; None unless the request asked.
-        error: the row's logits were not finite; the request must fail rather than go on.
+        token_id: -1 if ``error`` is set.
+        logprobs: log probabilities under the model's raw logits; None unless the request wants
+            them.
+        error: set if the row's logits were not finite. The request must fail then.
     """
 
     token_id: int
@@ -50,7 +52,7 @@ class Samples:
     """Tokens of a step on the device, with their copy to the host.
 
     Attributes:
-        tokens: int64 ``[rows]`` on the device; a valid id even where the logits were not finite.
+        tokens: int64 ``[rows]`` on the device. Even rows without finite logits hold a valid id.
     """
 
     def __init__(
@@ -63,13 +65,13 @@ class Samples:
 
     @property
     def is_ready(self) -> bool:
-        """Whether :meth:`result` would return at once."""
+        """Whether :meth:`read_tokens` would return at once."""
         return self._copy.is_complete
 
-    def result(self) -> list[SampledToken]:
+    def read_tokens(self) -> list[SampledToken]:
         """Wait for the device and return one token for each row."""
         tokens, *wanted = self._copy.wait()
-        logprobs = {} if self._logprobs is None else self._logprobs.read(wanted)
+        logprobs = {} if self._logprobs is None else self._logprobs.read_rows(wanted)
         return [
             SampledToken(token, logprobs.get(i))
             if token >= 0
@@ -80,13 +82,13 @@ class Samples:
 
 @dataclass(frozen=True)
 class _RowLogprobs:
-    """Log probabilities of some rows, under raw logits.
+    """Log probabilities of some rows under raw logits.
 
     Attributes:
-        rows: indices of ``n`` of the step's rows.
-        counts: how many of the likeliest tokens each wants.
-        tensors: tokens int64 ``[n]``, their log probabilities ``[n]``, and the log probabilities
-            and ids of the likeliest tokens, ``[n, max(counts)]``.
+        rows: indices of ``n`` rows of the step.
+        counts: number of likeliest tokens to report for each row.
+        tensors: tokens int64 ``[n]``, their log probabilities ``[n]``, then log probabilities and
+            ids of the likeliest tokens, ``[n, max(counts)]``.
     """
 
     rows: Sequence[int]
@@ -94,21 +96,21 @@ class _RowLogprobs:
     tensors: list[torch.Tensor]
 
     @classmethod
-    def of(
+    def compute_rows(
         cls,
         logits: torch.Tensor,
         tokens: torch.Tensor,
         rows: Sequence[int],
         counts: Sequence[int],
     ) -> _RowLogprobs:
-        """Compute them from the ``logits`` and ``tokens`` of ``rows`` alone."""
+        """Compute the log probabilities. ``logits`` and ``tokens`` are those of ``rows`` only."""
         logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
         chosen = logprobs.gather(1, tokens[:, None])[:, 0]
         top = logprobs.topk(min(max(counts, default=0), logits.shape[1]), dim=-1)
         return cls(rows, counts, [tokens, chosen, top.values, top.indices])
 
-    def read(self, tensors: Sequence[torch.Tensor]) -> dict[int, TokenLogprobs]:
-        """Return them by row, from the copies of :attr:`tensors` on the host."""
+    def read_rows(self, tensors: Sequence[torch.Tensor]) -> dict[int, TokenLogprobs]:
+        """Return the log probabilities by row, given copies of :attr:`tensors` on the host."""
         tokens, chosen, values, ids = (tensor.tolist() for tensor in tensors)
         return {
             row: TokenLogprobs(tokens[i], chosen[i], ids[i][:count], values[i][:count])
@@ -123,21 +125,21 @@ class PromptLogprobs:
         self._logprobs = logprobs
         self._copy = HostCopy(logprobs.tensors)
 
-    def result(self) -> list[TokenLogprobs]:
-        """Wait for the device and return one for each token."""
-        return list(self._logprobs.read(self._copy.wait()).values())
+    def read_logprobs(self) -> list[TokenLogprobs]:
+        """Wait for the device and return the log probabilities of each token."""
+        return list(self._logprobs.read_rows(self._copy.wait()).values())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedDraws:
-    """The inputs of sampling besides logits. The tensors are arguments of
-    :func:`pd.kernels.sampling.sample_rows`, on the device.
+    """The inputs of sampling except the logits. The tensors are arguments of
+    :func:`pd.kernels.sampling.sample_rows` on the device.
 
     Attributes:
         draws: in the order of their rows.
-        counts: rows of each, int64.
-        shortest: places of logits that minimum lengths forbid in rows without rules: rows and
-            tokens, int64. Draws change once the step before is accounted for.
+        counts: number of rows of each draw, int64.
+        shortest: rows and tokens, int64, of the logits that minimum lengths forbid in rows without
+            rules. We list them early, because draws change once the previous step is accounted for.
         penalized: rows with penalties, or None.
     """
 
@@ -152,22 +154,22 @@ class PreparedDraws:
     min_p: torch.Tensor
 
 
-class _OfRows(NamedTuple):
-    """What draws with the same parameters have in every step, on the device: the temperatures,
-    ``top_k``, ``top_p`` and ``min_p`` of their rows. It must not keep their states alive."""
+class _RowParams(NamedTuple):
+    """Temperatures, ``top_k``, ``top_p`` and ``min_p`` of rows, on the device. Steps whose draws
+    have the same parameters reuse them, so this must not keep states alive."""
 
     params: list[SamplingParams]
     counts: Int64Array
     tensors: list[torch.Tensor]
 
-    def fit(self, params: list[SamplingParams], counts: Int64Array) -> bool:
+    def has_params(self, params: list[SamplingParams], counts: Int64Array) -> bool:
         """Whether the draws of a step have these parameters and numbers of rows."""
         return params == self.params and np.array_equal(counts, self.counts)
 
 
 class TokenMasks(NamedTuple):
-    """Rows with rules, int64 ``[m]``, and the tokens that these allow: arguments of
-    :func:`pd.kernels.token_masks.apply_token_masks`, on the device."""
+    """Rows with rules, int64 ``[m]``, and masks of their allowed tokens: arguments of
+    :func:`pd.kernels.token_masks.apply_token_masks` on the device."""
 
     rows: torch.Tensor
     masks: torch.Tensor
@@ -176,9 +178,12 @@ class TokenMasks(NamedTuple):
 class Sampler:
     """Samples one token for each row of a step. Used by one thread.
 
-    The order is: repetition, frequency and presence penalties, logit bias and minimum length on the
-    raw logits; then temperature, top-k, top-p, min-p; then Gumbel noise keyed by
-    (seed, position, token id), so that a row's token depends on nothing else in the batch.
+    Raw logits first get repetition, frequency and presence penalties, logit bias and minimum
+    length. Then come temperature, top-k, top-p and min-p. The Gumbel noise added last is keyed by
+    (seed, position, token id), so a row's token does not depend on the rest of the batch.
+
+    Attributes:
+        rule_lanes: advances the rules of choices over their outputs.
     """
 
     def __init__(self, vocab_size: int, device: torch.device | str) -> None:
@@ -186,40 +191,43 @@ class Sampler:
         self.device = torch.device(device)
         self._staging = PinnedStaging(self.device)
         self._penalties = Penalties(vocab_size, self.device)
-        # The last prepared step has made it.
-        self._of_rows: _OfRows | None = None
+        # Made by the last prepared step.
+        self._of_rows: _RowParams | None = None
+        self.rule_lanes = RuleLanes(vocab_size)
 
-    def sample(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
-        """Draw a token for each row of ``logits``, and return them."""
+    def sample_tokens(
+        self, logits: torch.Tensor, states: Sequence[SamplingState]
+    ) -> list[SampledToken]:
+        """Draw and return a token for each row of ``logits``."""
         draws = [Draw(state) for state in states]
-        return self.launch(logits, self.prepare(draws)).result()
+        return self.launch_draws(logits, self.prepare_draws(draws)).read_tokens()
 
     @torch.inference_mode()
-    def prepare(
+    def prepare_draws(
         self,
         draws: Sequence[Draw],
         previous: torch.Tensor | None = None,
         drafts: torch.Tensor | None = None,
         outcome: StepOutcome | None = None,
     ) -> PreparedDraws:
-        """Upload the inputs of :meth:`launch`. All that is prepared is launched, in the same order,
-        but for what fails; see :meth:`pd.engine.penalties.Penalties.prepare`.
+        """Upload the inputs of :meth:`launch_draws`. Launch everything that you prepare, in the
+        same order, unless a step fails; see :meth:`pd.engine.penalties.Penalties.prepare_rows`.
 
         Args:
-            draws: in the order of the rows. What penalties count moves from their states to the
-                device.
-            previous: :attr:`Samples.tokens` of the previous step, to which ``Draw.follows`` refers.
-            drafts: drafted tokens to which ``Draw.first`` refers, int64 on the device.
-            outcome: of the previous step, to which ``Draw.work`` refers.
+            draws: in the order of the rows. Token counts for penalties move from their states to
+                the device.
+            previous: :attr:`Samples.tokens` of the previous step, which ``Draw.follows`` refers to.
+            drafts: drafted tokens that ``Draw.first`` refers to, int64 on the device.
+            outcome: outcome of the previous step, which ``Draw.work`` refers to.
         """
         params = [draw.state.params for draw in draws]
-        noise_at = [(draw.state.seed, draw.state.position(draw.ahead)) for draw in draws]
+        noise_at = [(draw.state.seed, draw.state.find_position(draw.ahead)) for draw in draws]
         arrays: list[npt.NDArray[Any]] = [np.array(noise_at, np.int64).reshape(-1, 2)]
         counts = np.array([draw.num_rows for draw in draws], np.int64)
         of_rows = self._of_rows
-        if of_rows is None or not of_rows.fit(params, counts):
+        if of_rows is None or not of_rows.has_params(params, counts):
             of_rows = None
-            arrays += self._arrays_of(params)
+            arrays += self._make_param_arrays(params)
         if len(draws) and counts.max() > 1:
             arrays = [np.repeat(array, counts, axis=0) for array in arrays]
             for draw, end in zip(draws, np.cumsum(counts).tolist(), strict=True):
@@ -228,17 +236,18 @@ class Sampler:
         unread = outcome is not None and any(draw.unread for draw in draws)
         if unread:
             arrays.append(np.repeat([draw.work for draw in draws], counts))
-        tensors = self._staging.upload(arrays)
+        tensors = self._staging.upload_arrays(arrays)
         if outcome is not None and unread:
             tensors[0][:, 1] += outcome.counts_of(tensors.pop())
         if of_rows is None:
-            of_rows = self._of_rows = _OfRows(params, counts, tensors[1:])
-        penalized = self._penalties.prepare(draws, previous, drafts, outcome)
-        too_short = _too_short(draws, counts)
+            of_rows = self._of_rows = _RowParams(params, counts, tensors[1:])
+        penalized = self._penalties.prepare_rows(draws, previous, drafts, outcome)
+        too_short = _find_too_short(draws, counts)
         return PreparedDraws(draws, counts, too_short, penalized, tensors[0], *of_rows.tensors)
 
-    def _arrays_of(self, params: Sequence[SamplingParams]) -> list[npt.NDArray[Any]]:
-        """See ``PreparedDraws``: temperatures, ``top_k``, ``top_p`` and ``min_p``."""
+    def _make_param_arrays(self, params: Sequence[SamplingParams]) -> list[npt.NDArray[Any]]:
+        """Make the arrays of temperatures, ``top_k``, ``top_p`` and ``min_p`` for
+        :class:`PreparedDraws`."""
         vocab = self._vocab_size
         return [
             np.array([0.0 if p.greedy else p.temperature for p in params], np.float32),
@@ -249,11 +258,12 @@ class Sampler:
 
     @torch.inference_mode()
     def fill_masks(self, prepared: PreparedDraws, drafts: IntArray) -> TokenMasks | None:
-        """Ask the rules of the draws that have some which tokens may come next, and upload it.
+        """Ask the draws' rules which tokens may come next, and upload the masks. Do not use the
+        tokens drawn for choices that are late afterwards.
 
         Args:
-            prepared: whose states have observed all tokens before their first row.
-            drafts: drafted tokens to which ``Draw.first`` refers.
+            prepared: its states have observed all tokens before their first row.
+            drafts: drafted tokens that ``Draw.first`` refers to.
 
         Returns:
             None if no draw has rules.
@@ -263,49 +273,57 @@ class Sampler:
             return None
         rows = [row for _, of_draw in ruled for row in of_draw]
         shape = len(rows), -(-self._vocab_size // BITS)
-        places: list[npt.NDArray[Any]] = self._staging.reserve(
+        places: list[npt.NDArray[Any]] = self._staging.reserve_arrays(
             [((len(rows),), np.int64), (shape, np.int32)]
         )
         places[0][:] = rows
         masks = places[1]
-        plain, others, first = list[tuple[Draw, int]](), list[tuple[Draw, int]](), 0
+        requests, first = list[MaskRequest](), 0
         for draw, of_draw in ruled:
-            (plain if _is_plain(draw) else others).append((draw, first))
+            rules = draw.state.rules
+            assert rules is not None
+            if draw.tree is not None:
+                guesses = drafts[draw.first : draw.first + draw.tree.size].tolist()
+                request = MaskRequest(rules, first, draw.tree, guesses)
+            else:
+                request = MaskRequest(rules, first)
+            if not _fill_known_masks(request, masks):
+                requests.append(request)
             first += len(of_draw)
-        _fill_plain(plain, masks, drafts)
-        for draw, first in others:
-            own = masks[first : first + draw.num_rows]
-            own.fill(-1)
-            _fill_alone(draw, own, drafts)
-        for draw, first in plain + others:
-            if not draw.state.must_continue():
-                continue
-            depths = [0] if draw.tree is None else [0, *draw.tree.depths.tolist()]
-            for row, depth in enumerate(depths, first):
-                if draw.state.must_continue(depth):
-                    _forbid(masks[row], draw.state.stop_ids)
-        return TokenMasks(*self._staging.send(places))
+        is_over = not requests or self.rule_lanes.fill_masks(requests, masks)
+        first = 0
+        for draw, of_draw in ruled:
+            if draw.state.must_continue():
+                depths = [0] if draw.tree is None else [0, *draw.tree.depths.tolist()]
+                for row, depth in enumerate(depths, first):
+                    if draw.state.must_continue(depth):
+                        _forbid_tokens(masks[row], draw.state.stop_ids)
+            first += len(of_draw)
+        sent = TokenMasks(*self._staging.send_arrays(places))
+        if not is_over:
+            self._staging = PinnedStaging(self.device)  # nobody knows when the other is free
+        return sent
 
     @torch.inference_mode()
-    def launch(
+    def launch_draws(
         self, logits: torch.Tensor, prepared: PreparedDraws, masks: TokenMasks | None = None
     ) -> Samples:
-        """Choose a token for each row; on a GPU this is only queued.
+        """Choose a token for each row. On a GPU this is only queued.
 
         Args:
-            logits: float32, bfloat16 or float16 ``[n, vocab_size]``, left as they are.
-            prepared: for ``n`` rows. Without rows, too, the result is ready only when everything
+            logits: float32, bfloat16 or float16 ``[n, vocab_size]``, not modified.
+            prepared: for ``n`` rows. Even without rows, the result is ready only once all work
                 queued before is done.
-            masks: what rules allow.
+            masks: tokens that rules allow.
         """
-        tokens, finite = self.choose(logits, prepared, masks)
-        return Samples(tokens, finite, self._logprobs(logits, tokens, prepared))
+        tokens, finite = self.choose_tokens(logits, prepared, masks)
+        return Samples(tokens, finite, self._compute_logprobs(logits, tokens, prepared))
 
     @torch.inference_mode()
-    def choose(
+    def choose_tokens(
         self, logits: torch.Tensor, prepared: PreparedDraws, masks: TokenMasks | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Do as :meth:`launch`, for tokens that the host does not need.
+        """Do the same as :meth:`launch_draws` for tokens that the host does not need.
 
         Returns:
             Tokens, int64 ``[n]``, and whether all logits of their rows were finite, bool ``[n]``;
@@ -318,7 +336,7 @@ class Sampler:
             return nothing, nothing.bool()
         params = [draw.state.params for draw in draws]
         return sample_rows(
-            self._adjust(logits, prepared, masks),
+            self._adjust_logits(logits, prepared, masks),
             prepared.temperatures,
             prepared.noise_at,
             prepared.top_k,
@@ -329,21 +347,23 @@ class Sampler:
         )
 
     @torch.inference_mode()
-    def prompt_logprobs(
+    def compute_prompt_logprobs(
         self, logits: torch.Tensor, targets: IntArray, top_n: int
     ) -> PromptLogprobs:
-        """Compute log probabilities of prompt tokens; on a GPU this is only queued.
+        """Compute log probabilities of prompt tokens. On a GPU this is only queued.
 
         Args:
-            logits: as in :meth:`launch`; row i follows the token before ``targets[i]``.
-            targets: int32 ``[n]``, the prompt's tokens.
-            top_n: how many likeliest tokens to report beside each.
+            logits: as in :meth:`launch_draws`; row i follows the token before ``targets[i]``.
+            targets: int32 ``[n]``, tokens of the prompt.
+            top_n: number of likeliest tokens to report for each.
         """
-        chosen = self._index(targets)
+        chosen = self._to_index(targets)
         rows = range(len(targets))
-        return PromptLogprobs(_RowLogprobs.of(logits, chosen, rows, [top_n] * len(targets)))
+        return PromptLogprobs(
+            _RowLogprobs.compute_rows(logits, chosen, rows, [top_n] * len(targets))
+        )
 
-    def _logprobs(
+    def _compute_logprobs(
         self, logits: torch.Tensor, tokens: torch.Tensor, prepared: PreparedDraws
     ) -> _RowLogprobs | None:
         asked, counts = list[int](), list[int]()
@@ -353,14 +373,14 @@ class Sampler:
                 counts += [draw.state.params.top_logprobs] * len(rows)
         if not asked:
             return None
-        rows_there = self._index(asked)
+        rows_there = self._to_index(asked)
         chosen = logits.index_select(0, rows_there)
-        return _RowLogprobs.of(chosen, tokens[rows_there], asked, counts)
+        return _RowLogprobs.compute_rows(chosen, tokens[rows_there], asked, counts)
 
-    def _adjust(
+    def _adjust_logits(
         self, logits: torch.Tensor, prepared: PreparedDraws, masks: TokenMasks | None
     ) -> torch.Tensor:
-        """Apply penalties, bias, minimum length and masks to the rows that ask for them."""
+        """Apply penalties, bias, minimum length and masks to the rows that need them."""
         biased = list[tuple[int, SamplingState]]()
         for draw, rows in _rows_of(prepared):
             if draw.state.params.logit_bias:
@@ -370,79 +390,43 @@ class Sampler:
             return logits
         logits = logits.to(torch.float32, copy=True)
         if prepared.penalized is not None:
-            self._penalties.apply(logits, prepared.penalized)
+            self._penalties.apply_rows(logits, prepared.penalized)
         if biased:
             places = np.repeat([i for i, _ in biased], [len(s.bias_ids) for _, s in biased])
             ids = np.concatenate([s.bias_ids for _, s in biased])
-            index = self._index(places), self._index(ids)
+            index = self._to_index(places), self._to_index(ids)
             logits[index] += self._floats(np.concatenate([s.bias for _, s in biased]))
         if len(ids_too_short):
-            logits[self._index(places_too_short), self._index(ids_too_short)] = float("-inf")
+            logits[self._to_index(places_too_short), self._to_index(ids_too_short)] = float("-inf")
         if masks is not None:
             apply_token_masks(logits, *masks)
         return logits
 
-    def _index(self, values: Sequence[int] | npt.NDArray[np.integer]) -> torch.Tensor:
+    def _to_index(self, values: Sequence[int] | npt.NDArray[np.integer]) -> torch.Tensor:
         return to_device(values, torch.int64, self.device)
 
     def _floats(self, values: Sequence[float] | npt.NDArray[np.float64]) -> torch.Tensor:
         return to_device(values, torch.float32, self.device)
 
 
-def _is_plain(draw: Draw) -> bool:
-    """Whether its rules fill a single mask."""
-    return draw.tree is None and draw.state.rules is not None and not draw.state.rules.ended
+def _fill_known_masks(request: MaskRequest, masks: IntArray) -> bool:
+    """Fill the masks of a choice if that takes no time, and return whether they are done. Otherwise
+    set all bits of the rows that may stay unfilled."""
+    choice = request.choice
+    choice.is_late = False
+    if request.tree is None and choice.mask is not None:
+        masks[request.row] = choice.mask
+        return True
+    if request.tree is not None or choice.has_ended:
+        request.select_rows(masks).fill(-1)
+    if choice.is_new:
+        choice.fill_masks(request.select_rows(masks))
+        return True
+    return choice.has_ended
 
 
-def _fill_plain(draws: Sequence[tuple[Draw, int]], masks: IntArray, drafts: IntArray) -> None:
-    """Fill the masks of plain draws, each with its row, and note how long those took that may have
-    taken too long.
-
-    All together may take long because they are many. In groups of one for each thread it is a few
-    masks that do, and only these are filled once more, one after the other.
-    """
-    timed = [each for each in draws if each[0].state.is_timed]
-    others = [each for each in draws if not each[0].state.is_timed]
-    if not _fill_together(others, masks):
-        for draw, _ in others:
-            draw.state.is_timed = len(others) > 1
-        timed += others
-    for start in range(0, len(timed), mask_threads()):
-        group = timed[start : start + mask_threads()]
-        if not _fill_together(group, masks):
-            for draw, row in group:
-                _fill_alone(draw, masks[row : row + 1], drafts)
-
-
-def _fill_together(draws: Sequence[tuple[Draw, int]], masks: IntArray) -> bool:
-    """Fill the masks of several plain draws. False if there is one, or if that took so long that
-    the time of each has to be known."""
-    states = [draw.state for draw, _ in draws]
-    rules = [state.rules for state in states]
-    if len(rules) < 2 or rules[0] is None:
-        return False
-    began = time.perf_counter()
-    rules[0].fill_together(rules, masks, [row for _, row in draws])
-    if time.perf_counter() - began > MASK_SECONDS:
-        return False
-    for state in states:
-        state.mask_seconds = 0.0
-    return True
-
-
-def _fill_alone(draw: Draw, masks: IntArray, drafts: IntArray) -> None:
-    """Fill the masks of one draw, and note how long it took."""
-    state = draw.state
-    assert state.rules is not None
-    size = 0 if draw.tree is None else draw.tree.size
-    guesses = drafts[draw.first : draw.first + size].tolist()
-    began = time.thread_time()
-    fill_masks(state.rules, masks, draw.tree, guesses)
-    state.mask_seconds = (time.thread_time() - began) / len(masks)
-
-
-def _forbid(mask: IntArray, token_ids: Int64Array) -> None:
-    """Take tokens out of a mask, unless it allows no other."""
+def _forbid_tokens(mask: IntArray, token_ids: Int64Array) -> None:
+    """Remove tokens from a mask, unless nothing else is allowed."""
     without = mask.copy()
     bits = np.left_shift(np.uint32(1), (token_ids % BITS).astype(np.uint32))
     np.bitwise_and.at(without.view(np.uint32), token_ids // BITS, ~bits)
@@ -450,13 +434,13 @@ def _forbid(mask: IntArray, token_ids: Int64Array) -> None:
         mask[:] = without
 
 
-def _too_short(draws: Sequence[Draw], counts: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """See ``PreparedDraws.shortest``."""
+def _find_too_short(draws: Sequence[Draw], counts: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Find the places of :attr:`PreparedDraws.shortest`."""
     places, ids = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for draw, rows in _with_rows(draws, counts):
-        # NOTE: of a draw with unread guesses, all rows or none are too short.
+        # NOTE: in a draw with unread guesses, either all rows are too short or none.
         state, ahead = draw.state, draw.ahead
-        # Masks of rules are made with the minimum length in mind.
+        # Masks of rules already respect the minimum length.
         if state.rules is not None or not state.must_continue(ahead):
             continue
         depths = [0] if draw.tree is None else [0, *draw.tree.depths.tolist()]

@@ -1,4 +1,4 @@
-"""Copies of KV pages in host memory; each rank has its part."""
+"""Copies of KV pages in host memory. Each rank keeps its part."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class SavedPages:
-    """A copy of ``pages`` (int32 ``[n]``), kept for as long as this object exists."""
+    """A copy of ``pages`` (int32 ``[n]``), kept as long as this object lives."""
 
     def __init__(self, pool: KVPool, pages: IntArray, leader: Leader | None) -> None:
         self._pool, self._leader = pool, leader
@@ -25,8 +25,9 @@ class SavedPages:
             weakref.finalize(self, leader.forget_pages, self._key).atexit = False
         self._host = pool.gather_pages(pages)
 
-    def restore(self, pages: IntArray, first: int) -> None:
-        """Write the copy, from its ``first`` page on, into ``pages``, int32 ``[n - first]``."""
+    def restore_pages(self, pages: IntArray, first: int) -> None:
+        """Write the copy, starting with its page ``first``, into ``pages``, int32 ``[n -
+        first]``."""
         if self._leader is not None:
             self._leader.restore_pages(self._key, pages, first)
         self._pool.scatter_pages(pages, [host[:, :, first:] for host in self._host])

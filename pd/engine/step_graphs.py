@@ -1,5 +1,5 @@
-"""The steps of a node and the passes of its draft model as CUDA graphs, by kind: one token of each
-sequence, a few tokens of each, and prompts beside sequences that continue."""
+"""CUDA graphs for the steps of a node and the passes of its draft model. There are three kinds: one
+token of each sequence, a few tokens of each, and prompts mixed with sequences that continue."""
 
 from __future__ import annotations
 
@@ -18,29 +18,30 @@ if TYPE_CHECKING:
 
     from pd.core.config import NodeConfig
     from pd.engine.cuda_graphs import GraphRecorder, StepTokens
-    from pd.engine.model_runner import ForwardItem, ModelRunner
+    from pd.engine.forward_item import ForwardItem
+    from pd.engine.model_runner import ModelRunner
     from pd.kernels.attention import AttentionBackend
     from pd.kernels.attention.base import PlannedAttention
 
-# Tokens of the largest step with drafts that is captured. Larger ones keep a GPU busy for longer
-# than their launches take.
+# Tokens of the largest captured step with drafts. A larger one keeps the GPU busy for longer than
+# the host needs to launch it.
 MAX_VERIFIED = 512
-# Tokens of the mixed steps that are captured: larger ones keep a GPU busy for longer than their
-# launches take. Those in between are computed with the next larger one.
+# Tokens of the captured mixed steps. Larger steps keep the GPU busy for longer than the host needs
+# to launch them. A size in between uses the next larger graph.
 MIXED_SIZES = tuple(sorted({graph_rows(rows) for rows in range(1, 1025)}))
-# Sequences with several tokens in a mixed step, which are prompts and chains of drafts, and tokens
-# whose logits are wanted, at most. Steps with more are launched kernel by kernel.
+# Limits of a mixed step: sequences with several tokens (prompts and chains of drafts), and tokens
+# whose logits are wanted. Beyond these limits we launch kernel by kernel.
 MAX_CHUNKS, MAX_WANTED = 32, 256
-# Steps of fewer rows all take about as long as reading the weights, so few sizes are enough; in
-# larger batches each padded row costs time.
+# Below this many rows, a step takes about as long as reading the weights, so few sizes are enough.
+# In larger batches each padded row costs time.
 _DENSE_FROM = 8
-# For steps with drafts: sizes below the first number of a pair lie apart by the second.
+# For steps with drafts: (limit, distance between sizes below that limit).
 _VERIFY_STEPS = ((6, 1), (12, 2), (32, 4), (64, 8), (128, 16))
 
 
-def verify_sizes(max_tokens: int) -> tuple[int, ...]:
-    """The ladder for steps with drafts of up to ``max_tokens`` tokens. From 4 on, each size is at
-    most a third larger than the one before, so that little of a step is padding."""
+def choose_verify_sizes(max_tokens: int) -> tuple[int, ...]:
+    """Choose the sizes for steps with drafts of up to ``max_tokens`` tokens. From 4 on, each size
+    is at most a third larger than the one before, so little of a step is padding."""
     sizes = [2]
     while sizes[-1] < max_tokens:
         size = sizes[-1]
@@ -48,9 +49,9 @@ def verify_sizes(max_tokens: int) -> tuple[int, ...]:
     return (*sizes[:-1], max_tokens) if max_tokens > 1 else ()
 
 
-def default_sizes(max_running: int) -> tuple[int, ...]:
-    """The ladder for batches of up to ``max_running`` sequences: powers of two, then multiples of
-    8, from 128 on of 16 and from 256 on of 32."""
+def choose_decode_sizes(max_running: int) -> tuple[int, ...]:
+    """Choose the sizes for batches of up to ``max_running`` sequences: powers of two, then
+    multiples of 8, of 16 from 128 on, and of 32 from 256 on."""
     sizes = [1, 2, 4]
     size = _DENSE_FROM
     while size < max_running:
@@ -60,52 +61,56 @@ def default_sizes(max_running: int) -> tuple[int, ...]:
 
 
 class DecodeGraphs(StepGraphs):
-    """Runs steps of one token per sequence."""
+    """Runs steps with one token of each sequence."""
 
-    def fits(self, items: Sequence[ForwardItem]) -> bool:
-        lowest = self._lowest
+    def can_run(self, items: Sequence[ForwardItem]) -> bool:
+        lowest = self._lowest_token_id
         for item in items:
             ids = item.token_ids
             if len(ids) != 1 or item.num_logits != 1 or ids[0] < lowest or item.unread:
                 return False
         return len(items) <= self.sizes[-1]
 
-    def _attention(self, backend: AttentionBackend, rows: int, max_context: int) -> DecodeAttention:
-        attention = backend.decode_graph(rows, max_context)
+    def _make_attention(
+        self, backend: AttentionBackend, rows: int, max_context: int
+    ) -> DecodeAttention:
+        attention = backend.make_decode_graph(rows, max_context)
         if attention is None:
             raise ValueError(f"attention backend {backend.name} has no CUDA graphs")
         attention.plan(np.zeros(0, np.int64), [])
         return attention
 
-    def _plan(self, attention: PlannedAttention, step: StepTokens) -> None:
+    def _plan_attention(self, attention: PlannedAttention, step: StepTokens) -> None:
         assert isinstance(attention, DecodeAttention)
         attention.plan(step.starts, step.pages)
 
 
 class VerifyGraphs(StepGraphs):
-    """Runs steps of a few tokens of each sequence, at most :data:`MAX_TREE`, whose logits are
-    wanted; of which the first may be computed without.
+    """Runs steps with at most :data:`MAX_TREE` tokens of each sequence. All logits are wanted,
+    except perhaps those of a sequence's first token.
 
     Attributes:
-        takes_unread: whether steps may begin where only the device knows.
+        takes_unread: whether steps can start at positions that only the device knows.
     """
 
     takes_unread = False
 
-    def fits(self, items: Sequence[ForwardItem]) -> bool:
-        total, lowest = 0, self._lowest
+    def can_run(self, items: Sequence[ForwardItem]) -> bool:
+        total, lowest = 0, self._lowest_token_id
         for item in items:
             count = len(item.token_ids)
             total += count
             if count > MAX_TREE or not max(1, count - 1) <= item.num_logits <= count:
                 return False
-            # The last token has the highest place among those that only the device has.
+            # The last token has the lowest negative id.
             if item.token_ids[-1] < lowest:
                 return False
         return total <= self.sizes[-1]
 
-    def _attention(self, backend: AttentionBackend, rows: int, max_context: int) -> VerifyAttention:
-        attention = backend.verify_graph(rows, max_context)
+    def _make_attention(
+        self, backend: AttentionBackend, rows: int, max_context: int
+    ) -> VerifyAttention:
+        attention = backend.make_verify_graph(rows, max_context)
         if attention is None:
             raise ValueError(f"attention backend {backend.name} has no graphs of drafts")
         self.takes_unread = attention.takes_unread
@@ -113,22 +118,22 @@ class VerifyGraphs(StepGraphs):
         attention.plan(none, none, [])
         return attention
 
-    def _plan(self, attention: PlannedAttention, step: StepTokens) -> None:
+    def _plan_attention(self, attention: PlannedAttention, step: StepTokens) -> None:
         assert isinstance(attention, VerifyAttention)
         trees = None
-        if any(item.branches for item in step.items):
-            trees = [item.visible() for item in step.items]
+        if any(item.has_branches for item in step.items):
+            trees = [item.make_attention_mask() for item in step.items]
         attention.plan(step.starts, step.lengths, step.pages, trees, step.unread)
 
 
 class MixedGraphs(StepGraphs):
-    """Runs steps of chunks of a few prompts beside sequences that continue.
+    """Runs steps with chunks of a few prompts and sequences that continue.
 
-    Their kernels take the host tens of milliseconds to launch one by one, as long as the GPU needs
-    for a thousand prompt tokens: answers would wait for that at every step.
+    The host needs tens of milliseconds to launch their kernels one by one, as long as the GPU needs
+    for a thousand prompt tokens. Without graphs, every answer would wait for that at every step.
 
     Args:
-        max_running: sequences that continue, at most.
+        max_running: maximum number of sequences that continue.
     """
 
     def __init__(
@@ -152,43 +157,45 @@ class MixedGraphs(StepGraphs):
             progress=progress,
         )
 
-    def fits(self, items: Sequence[ForwardItem]) -> bool:
+    def can_run(self, items: Sequence[ForwardItem]) -> bool:
         total = chunks = wanted = 0
-        lowest = self._lowest
+        lowest = self._lowest_token_id
         for item in items:
             count = len(item.token_ids)
             total += count
             chunks += count > 1
             wanted += item.num_logits
-            if item.branches or item.token_ids[-1] < lowest:
+            if item.has_branches or item.token_ids[-1] < lowest:
                 return False
         if chunks > MAX_CHUNKS or total > self.sizes[-1]:
             return False
         rows = self.sizes[bisect_left(self.sizes, total)]
-        return max(wanted, len(items) - chunks) <= self._wanted(rows)
+        return max(wanted, len(items) - chunks) <= self._num_wanted(rows)
 
-    def _wanted(self, rows: int) -> int:
+    def _num_wanted(self, rows: int) -> int:
         return min(rows, self._most_wanted)
 
-    def _attention(self, backend: AttentionBackend, rows: int, max_context: int) -> MixedAttention:
-        attention = backend.mixed_graph(rows, self._wanted(rows), MAX_CHUNKS, max_context)
+    def _make_attention(
+        self, backend: AttentionBackend, rows: int, max_context: int
+    ) -> MixedAttention:
+        attention = backend.make_mixed_graph(rows, self._num_wanted(rows), MAX_CHUNKS, max_context)
         if attention is None:
             raise ValueError(f"attention backend {backend.name} has no graphs of mixed steps")
         return attention
 
-    def _plan(self, attention: PlannedAttention, step: StepTokens) -> None:
+    def _plan_attention(self, attention: PlannedAttention, step: StepTokens) -> None:
         assert isinstance(attention, MixedAttention)
         attention.plan(step.starts, step.lengths, step.pages)
 
 
 class CapturedSteps(NamedTuple):
-    """The graphs of a model's steps; None where it has no such steps, or its attention backend no
-    graphs of them.
+    """The graphs of a model's steps. A kind is None if the model has no such steps or the attention
+    backend has no graphs for it.
 
     Attributes:
         decode: one token of each sequence.
         verify: a few tokens of each sequence, such as drafts.
-        mixed: prompts beside sequences that continue.
+        mixed: prompts and sequences that continue.
     """
 
     decode: DecodeGraphs
@@ -206,30 +213,30 @@ def capture_steps(
     only_extremes: bool = False,
     progress: bool = True,
 ) -> CapturedSteps:
-    """Capture a node's decode steps and, where it has a drafter and an attention backend for them,
-    its steps with drafts; where it computes prompts beside them, mixed steps.
+    """Capture a node's decode steps. If the node has a drafter, also capture steps with drafts, and
+    if it computes prompts, mixed steps, provided that the attention backend supports them.
 
     Args:
         sizes: batch sizes.
-        max_context: tokens of a sequence.
-        only_extremes: of each kind only the smallest graph and the largest, which take as much
-            memory as all.
-        progress: show bars on standard error when it is a terminal.
+        max_context: longest sequence in tokens.
+        only_extremes: capture only the smallest and the largest graph of each kind. They take as
+            much memory as all.
+        progress: show bars on standard error if it is a terminal.
     """
     rows = config.max_running_requests
     of_each = config.speculative_num_draft_tokens + 1
     drafts = config.speculative_algorithm != "none"
-    drafted = verify_sizes(min(MAX_VERIFIED, max(sizes) * of_each)) if drafts else ()
+    drafted = choose_verify_sizes(min(MAX_VERIFIED, max(sizes) * of_each)) if drafts else ()
     ladder = [size for size in MIXED_SIZES if size <= config.chunked_prefill_size]
     ladders = _Ladders(sorted(sizes), drafted, ladder if config.computes_prompts else ())
-    return _capture(
+    return _capture_kinds(
         runner,
         recorder,
         ladders.extremes if only_extremes else ladders,
         max_running=rows,
         max_decode_tokens=rows,
-        # With drafts: of each sequence the last token, the samples, and drafts of this step and of
-        # the one before, for those that were not in the last one.
+        # With drafts, each sequence has its last token, the samples, and the drafts of this step. A
+        # sequence that sat out the last step has older drafts, too.
         max_tokens=rows * (1 + 3 * of_each) if drafts else rows,
         max_context=max_context,
         progress="CUDA graphs" if progress else "",
@@ -246,37 +253,37 @@ def capture_drafting(
     only_extremes: bool = False,
     progress: bool = True,
 ) -> CapturedSteps | None:
-    """Capture the passes of a draft model: those of one drafted token of each sequence, and those
-    before, of the tokens that it lacks. These are one or two of each sequence, and more where a
-    prompt comes or where nothing was drafted for a while.
+    """Capture the passes of a draft model: passes with one drafted token of each sequence, and
+    passes over the tokens that it has not seen yet. The latter are one or two per sequence, but
+    more after a new prompt or a pause of drafting.
 
     Args:
-        runner: of the draft model.
-        sizes, max_context, only_extremes, progress: as of :func:`capture_steps`.
+        runner: runner of the draft model.
+        sizes, max_context, only_extremes, progress: see :func:`capture_steps`.
 
     Returns:
         None if the attention backend has no graphs.
     """
-    if runner.attention.decode_graph(1, 2) is None:
+    if runner.attention.make_decode_graph(1, 2) is None:
         return None
     rows = config.max_running_requests
-    lacking = verify_sizes(min(MAX_VERIFIED, 2 * max(sizes)))
+    lacking = choose_verify_sizes(min(MAX_VERIFIED, 2 * max(sizes)))
     ladders = _Ladders(sorted(sizes), lacking, MIXED_SIZES)
-    most = rows * config.speculative_num_draft_tokens
-    return _capture(
+    num_tokens = rows * config.speculative_num_draft_tokens
+    return _capture_kinds(
         runner,
         recorder,
         ladders.extremes if only_extremes else ladders,
         max_running=rows,
-        max_decode_tokens=most,
-        max_tokens=most,
+        max_decode_tokens=num_tokens,
+        max_tokens=num_tokens,
         max_context=max_context,
         progress="CUDA graphs of the draft model" if progress else "",
     )
 
 
 class _Ladders(NamedTuple):
-    """Tokens of the graphs to capture, by kind as in :class:`CapturedSteps`, growing; empty for
+    """Graph sizes in tokens by kind, as in :class:`CapturedSteps`, in ascending order; empty for
     none of the kind."""
 
     decode: Sequence[int]
@@ -285,11 +292,11 @@ class _Ladders(NamedTuple):
 
     @property
     def extremes(self) -> _Ladders:
-        """The smallest and the largest of each kind."""
+        """The smallest and the largest size of each kind."""
         return _Ladders(*([ladder[0], ladder[-1]] if ladder else () for ladder in self))
 
 
-def _capture(
+def _capture_kinds(
     runner: ModelRunner,
     recorder: GraphRecorder,
     ladders: _Ladders,
@@ -300,13 +307,13 @@ def _capture(
     max_context: int,
     progress: str,
 ) -> CapturedSteps:
-    """Capture graphs of each kind for which the attention backend has them; it must have those of
-    decode steps.
+    """Capture graphs of each kind that the attention backend supports. It must support decode
+    steps.
 
     Args:
-        max_running: sequences of a step, at most.
-        max_decode_tokens, max_tokens: ``max_tokens`` of :class:`StepGraphs` for decode steps, and
-            for the others.
+        max_running: maximum number of sequences in a step.
+        max_decode_tokens: ``max_tokens`` of :class:`StepGraphs` for decode steps.
+        max_tokens: the same for the other kinds.
     """
     decode = DecodeGraphs(
         runner,
@@ -317,7 +324,7 @@ def _capture(
         progress=progress,
     )
     verify = mixed = None
-    if ladders.verify and runner.attention.verify_graph(2, 2):
+    if ladders.verify and runner.attention.make_verify_graph(2, 2):
         verify = VerifyGraphs(
             runner,
             recorder,
@@ -326,7 +333,7 @@ def _capture(
             max_context=max_context,
             progress=progress and f"{progress}, a few tokens of each sequence",
         )
-    if ladders.mixed and runner.attention.mixed_graph(2, 1, 1, 2):
+    if ladders.mixed and runner.attention.make_mixed_graph(2, 1, 1, 2):
         mixed = MixedGraphs(
             runner,
             recorder,

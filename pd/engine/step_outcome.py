@@ -1,4 +1,4 @@
-"""What came out of a step with drafts, on the device, before the host has read it."""
+"""The outcome of a step with drafts, on the device, before the host has read it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepOutcome:
-    """What came out of each work of a step; int64 tensors on the device.
+    """The outcome of each work of a step; int64 tensors on the device.
 
     Attributes:
-        counts: ``[works]``, the number of guesses that were accepted.
-        ends: ``[works]``, the model's own token after the last accepted one.
-        tokens: ``[works, n]``, all tokens that came out, then -1; None if no work has penalties.
+        counts: ``[works]``, number of accepted guesses.
+        ends: ``[works]``, the model's own token after the last accepted guess.
+        tokens: ``[works, n]``, all output tokens, then -1; None if no work has penalties.
         counts_on_host: a copy of ``counts``.
     """
 
@@ -30,5 +30,6 @@ class StepOutcome:
     counts_on_host: HostCopy
 
     def counts_of(self, works: torch.Tensor) -> torch.Tensor:
-        """The counts of some works, int64 as ``works``, in which -1 stands for none: 0."""
+        """Return the counts of some works, int64 like ``works``. For -1, which stands for no work,
+        the count is 0."""
         return functional.pad(self.counts, (0, 1))[works]

@@ -1,8 +1,8 @@
-"""Structured output: grammars that constrain which tokens a choice may draw.
+"""Structured output: grammars constrain the tokens of a choice.
 
-Reading order: :mod:`pd.core.grammar` (what a request asks for), :mod:`pd.grammar.grammars` (from a
-text to a compiled grammar), :mod:`pd.grammar.compiler` and :mod:`pd.grammar.child` (processes that
-compile), :mod:`pd.grammar.json_schemas` and :mod:`pd.grammar.patterns` (what schemas are rewritten
-to), :mod:`pd.grammar.lengths` (strings of bounded length), :mod:`pd.grammar.rules` (the state of
-one choice).
+Reading order: :mod:`pd.core.grammar` (the grammar in a request), :mod:`pd.grammar.grammars` (from
+its text to a compiled grammar), :mod:`pd.grammar.compiler` and :mod:`pd.grammar.child` (compiling
+processes), :mod:`pd.structured.schema_rewriting` and :mod:`pd.structured.pattern_rewriting`
+(schemas and patterns for xgrammar), :mod:`pd.grammar.lengths` (strings of bounded length),
+:mod:`pd.grammar.rules` (the state of one choice).
 """

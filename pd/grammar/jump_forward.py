@@ -1,8 +1,8 @@
-"""Jump-forward: the text that a grammar forces, as the tokenizer would write it.
+"""Jump-forward: tokenizes the text forced by a grammar.
 
-After compressed finite state machines of SGLang (Zheng et al., 2024). Where a grammar allows one
-text only, its tokens need not be sampled one by one: they join the output at once, and one forward
-pass computes their KV.
+This follows SGLang's compressed finite state machines (Zheng et al., 2024). If a grammar allows
+only one text, we need not sample its tokens one by one. We append them to the output at once, and
+one forward pass computes their KV.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ from tokenizers import Tokenizer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# Known tokens whose text is tokenized together with what follows, since tokenizers write a piece of
-# text differently at the beginning.
+# Number of known tokens to tokenize together with the forced text, because a tokenizer may
+# tokenize a text differently at its beginning.
 CONTEXT_TOKENS = 8
-# Forced text beyond it waits for the next time, so that a long constant holds up no other request:
-# finding a byte takes a fraction of a millisecond.
+# Forced text per call. Finding a byte takes a fraction of a millisecond, so a long constant would
+# stall other requests.
 MAX_BYTES = 256
-# Tokens that are worth a forward pass of their own shape.
+# Fewer tokens are not worth a forward pass of their own shape.
 LEAST_TOKENS = 2
 _NO_CHARACTER = "\ufffd"
 
 
 class Retokenizer:
-    """Any thread may use it.
+    """Tokenizes forced text after known tokens. Any thread may use it.
 
     Args:
-        path: of ``tokenizer.json``.
+        path: path of ``tokenizer.json``.
     """
 
     def __init__(self, path: str) -> None:
         self._tokenizer = Tokenizer.from_file(path)
 
-    def tokens(self, context: Sequence[int], text: str) -> list[int]:
-        """The tokens that the tokenizer writes for a text which follows known tokens.
+    def retokenize_text(self, context: Sequence[int], text: str) -> list[int]:
+        """Tokenize a text after known tokens.
 
-        The last one is left out, because it might look different with what comes after the text.
+        We leave the last token out, because it could differ once more text follows.
 
         Args:
-            context: the last known tokens, which do not change. Where the tokenizer would write
-                them differently with the text behind them, there are no tokens.
+            context: the last known tokens. We return nothing if the tokenizer would tokenize them
+                differently together with the text.
         """
         before = self._tokenizer.decode(list(context), skip_special_tokens=False)
-        if _NO_CHARACTER in before:  # it ends inside a character
+        if _NO_CHARACTER in before:  # the context ends inside a character
             return []
         known = self._encode(before)
         both = self._encode(before + text)

@@ -1,4 +1,4 @@
-"""The state of one choice whose output a grammar constrains."""
+"""The state of one choice, constrained by a grammar."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pd.engine.rule_budget import RuleBudget
+from pd.engine.token_rules import QUICK_SECONDS
 from pd.grammar.jump_forward import CONTEXT_TOKENS, LEAST_TOKENS, MAX_BYTES
 
 if TYPE_CHECKING:
@@ -25,13 +27,14 @@ _BYTES = [bytes((value,)) for value in range(256)]
 
 
 class GrammarRules:
-    """See :class:`pd.engine.token_rules.TokenRules`.
+    """Implements :class:`pd.engine.token_rules.TokenRules` with a grammar.
 
     Args:
-        compiled: a compiled grammar.
-        characters: of all tokens, if the grammar counts them.
-        retokenizer: for jump-forward; None without.
-        stop_ids: tokens that end the output where the grammar allows it to end.
+        compiled: the compiled grammar.
+        characters: character counts of all tokens, if the grammar counts characters.
+        retokenizer: for jump-forward; None disables it.
+        stop_ids: tokens that may end the output where the grammar is complete.
+        budget: the request's budget.
     """
 
     def __init__(
@@ -40,16 +43,40 @@ class GrammarRules:
         characters: TokenCharacters | None,
         retokenizer: Retokenizer | None,
         stop_ids: Collection[int],
+        budget: RuleBudget | None = None,
     ) -> None:
-        from pd.grammar.xgrammar_library import matcher
+        from pd.grammar.xgrammar_library import make_matcher
 
         self._compiled, self._stop_ids = compiled, list(stop_ids)
         self._characters, self._retokenizer = characters, retokenizer
-        self._matcher = matcher(compiled.free, self._stop_ids)
-        self._counted: Any = None if compiled.counted is None else matcher(compiled.counted)
-        # Where the output was after each of its tokens, as far as that is known, if characters are
-        # counted.
+        self.budget = budget or RuleBudget()
+        self._matcher = make_matcher(compiled.free, self._stop_ids)
+        self._ending = frozenset(self._matcher.stop_token_ids)
+        self._counted: Any = None if compiled.counted is None else make_matcher(compiled.counted)
+        # Place of the output after each of its tokens, or None if unknown. We extend the list only
+        # if we count characters.
         self._places: list[CountedPlace | None] = [None]
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The tokens that end the output."""
+        return tuple(self._stop_ids)
+
+    @property
+    def first_mask(self) -> IntArray | None:
+        """See :class:`pd.engine.token_rules.TokenRules`."""
+        masks = self._compiled.first_masks
+        return None if masks is None else masks.get(self.stop_ids)
+
+    def ends_with(self, token: int) -> bool:
+        """See :class:`pd.engine.token_rules.TokenRules`."""
+        return token in self._ending
+
+    @property
+    def is_quick(self) -> bool:
+        """See :class:`pd.engine.token_rules.TokenRules`."""
+        seconds = self._compiled.mask_seconds
+        return seconds is not None and seconds <= QUICK_SECONDS
 
     @property
     def jumps_forward(self) -> bool:
@@ -57,34 +84,36 @@ class GrammarRules:
         return self._retokenizer is not None
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """See :class:`pd.engine.token_rules.TokenRules`."""
         return bool(self._matcher.is_terminated())
 
-    def fresh(self) -> GrammarRules:
+    def fork_rules(self) -> GrammarRules:
         """See :class:`pd.engine.token_rules.TokenRules`."""
-        return GrammarRules(self._compiled, self._characters, self._retokenizer, self._stop_ids)
+        return GrammarRules(
+            self._compiled, self._characters, self._retokenizer, self._stop_ids, self.budget
+        )
 
     def fill_mask(self, mask: IntArray) -> None:
         """See :class:`pd.engine.token_rules.TokenRules`."""
         self._matcher.fill_next_token_bitmask(torch.from_numpy(mask)[None], 0)
-        self._narrow(mask)
+        self._narrow_mask(mask)
 
     @staticmethod
     def fill_together(rules: Sequence[GrammarRules], masks: IntArray, rows: Sequence[int]) -> None:
         """See :class:`pd.engine.token_rules.TokenRules`."""
-        from pd.grammar.xgrammar_library import batch_matcher
+        from pd.grammar.xgrammar_library import get_batch_matcher
 
         matchers = [each._matcher for each in rules]
-        together = batch_matcher()
+        together = get_batch_matcher()
         together.batch_fill_next_token_bitmask(matchers, torch.from_numpy(masks), list(rows))
         for each, row in zip(rules, rows, strict=True):
             if each._characters is not None:
-                each._narrow(masks[row])
+                each._narrow_mask(masks[row])
 
-    def _narrow(self, mask: IntArray) -> None:
+    def _narrow_mask(self, mask: IntArray) -> None:
         if self._characters is not None:
-            self._places[-1] = self._characters.narrow(
+            self._places[-1] = self._characters.narrow_mask(
                 mask,
                 self._matcher,
                 self._counted,
@@ -93,68 +122,69 @@ class GrammarRules:
                 self._places[-1],
             )
 
-    def advance(self, token: int) -> bool:
+    def accept_token(self, token: int) -> bool:
         """See :class:`pd.engine.token_rules.TokenRules`."""
         if not self._matcher.accept_token(token):
             return False
-        # The token that ends an output is no text.
-        if self._characters is None or self.ended:
+        # The token that ends an output has no text.
+        if self._characters is None or self.has_ended:
             return True
         if self._counted.accept_string(self._characters.tokens[token]):
-            place = self._characters.after(self._places[-1], token, self._compiled.gates)
+            place = self._characters.find_place_after(self._places[-1], token, self._compiled.gates)
             self._places.append(place)
             return True
         self._matcher.rollback(1)
         return False
 
-    def rollback(self, count: int) -> None:
+    def roll_back(self, count: int) -> None:
         """See :class:`pd.engine.token_rules.TokenRules`."""
         if not count:
             return
-        texts = count - self.ended
+        texts = count - self.has_ended
         self._matcher.rollback(count)
         if self._counted is not None and texts:
             self._counted.rollback(texts)
             del self._places[-texts:]
 
-    def forced(self, ids: IntArray) -> list[int]:
+    def find_forced(self, ids: IntArray) -> list[int]:
         """See :class:`pd.engine.token_rules.TokenRules`."""
-        if self._retokenizer is None or self.ended:
+        if self._retokenizer is None or self.has_ended:
             return []
-        text = self._forced_text()
-        if len(text) <= LEAST_TOKENS:  # of at least a character each, and the last is left out
+        text = self._find_forced_text()
+        # A token has at least one character, and the retokenizer leaves the last one out.
+        if len(text) <= LEAST_TOKENS:
             return []
-        tokens = self._retokenizer.tokens(ids[-CONTEXT_TOKENS:].tolist(), text)
-        allowed = list(takewhile(self.advance, tokens))
-        self.rollback(len(allowed))
+        tokens = self._retokenizer.retokenize_text(ids[-CONTEXT_TOKENS:].tolist(), text)
+        allowed = list(takewhile(self.accept_token, tokens))
+        self.roll_back(len(allowed))
         return allowed if len(allowed) >= LEAST_TOKENS else []
 
-    def _forced_text(self) -> str:
-        """The beginning of the text that comes next in any case.
+    def _find_forced_text(self) -> str:
+        """Return the beginning of the forced text.
 
-        xgrammar finds all of it, but does not return where it has no end: the grammar
-        ``root ::= "a" root`` forces one byte after the other.
+        xgrammar's own search looks for all of it. It never returns for ``root ::= "a" root``, where
+        the forced text has no end.
         """
         forced = b""
-        while len(forced) < MAX_BYTES and (byte := self._forced_byte()) is not None:
+        while len(forced) < MAX_BYTES and (byte := self._find_forced_byte()) is not None:
             self._matcher.accept_string(byte)
             forced += byte
         if forced:
             self._matcher.rollback(len(forced))
         try:
             return forced.decode()
-        except UnicodeDecodeError as error:  # it ends inside a character
+        except UnicodeDecodeError as error:  # the text ends inside a character
             return forced[: error.start].decode()
 
-    def _forced_byte(self) -> bytes | None:
-        """The byte that comes next in any case; None if several may, or the output may end."""
+    def _find_forced_byte(self) -> bytes | None:
+        """Return the only allowed next byte; None if there are several or the output may end."""
         if self._matcher.is_completed():
             return None
-        found = None
+        forced = None
         for byte in _BYTES:
             if self._matcher.accept_string(byte):
                 self._matcher.rollback(1)
-                if found is not None:
+                if forced is not None:
                     return None
-                found = byte
-        return found
+                forced = byte
+        return forced

@@ -1,7 +1,7 @@
-"""Stand-ins for torch and transformers, for a process that only compiles grammars.
+"""Stand-ins for torch and transformers in a process that only compiles grammars.
 
-xgrammar imports both, but compiling uses nothing of them except what :class:`TokenizerFile` does.
-Without them such a process starts much sooner and keeps less memory.
+xgrammar imports both, but compiling needs only the methods of :class:`TokenizerFile`. Without the
+real libraries, the process starts much sooner and needs less memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class _Anything:
 
 
 class _StandIn(ModuleType):
-    """Has whatever is asked for, as a class that takes any arguments."""
+    """Returns a class that accepts any arguments, for every attribute."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -49,13 +49,13 @@ class TokenizerFile:
         return [self.backend_tokenizer.id_to_token(token) for token in ids]
 
 
-def install() -> None:
-    """Have later imports of torch and transformers find the stand-ins."""
+def install_stand_ins() -> None:
+    """Make later imports of torch and transformers find the stand-ins."""
     for name in ("torch", "transformers"):
         module = _StandIn(name)
         module.__path__ = []
         sys.modules[name] = module
-    # A module gets an attribute that its type does not have.
+    # The type of a module lacks this attribute.
     sys.modules["transformers"].PreTrainedTokenizerFast = TokenizerFile  # type: ignore[attr-defined]
-    # A library under xgrammar would compile an extension for torch.
+    # Otherwise a library under xgrammar would compile an extension for torch.
     os.environ["TVM_FFI_DISABLE_TORCH_C_DLPACK"] = "1"

@@ -1,11 +1,8 @@
-"""Lengths of strings in structural tags, counted beside the grammar.
+"""Lengths of strings in structural tags, counted in a second grammar (:mod:`pd.grammar.lengths`).
 
-See :mod:`pd.grammar.lengths`.
-
-Counting needs to know which string is being written. In a structural tag that is so if every choice
-is made by its first characters, and if free text ends where a tag begins: at a trigger, or at the
-end of the tag that has the text. A structural tag of which that cannot be said has the lengths in
-its grammar.
+To count, we must know in which string the output is. A structural tag must therefore make every
+choice by its first characters. Its free text must end at a trigger or at the end of its tag. In all
+other structural tags the lengths stay in the grammar.
 """
 
 from __future__ import annotations
@@ -15,17 +12,17 @@ import re
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pd.core.json_schemas import SCHEMA_OF_TAG, schemas_of_tags
-from pd.core.patterns import character, members
 from pd.grammar.lengths import (
     CONTROL,
     PROBE,
     PROBES,
+    drop_lengths,
     has_lengths,
     is_clear,
-    with_lengths,
-    without_lengths,
+    split_repetitions,
 )
+from pd.structured.pattern_parts import decode_character, list_members
+from pd.structured.schema_walk import SCHEMA_OF_TAG, walk_tag_schemas
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -33,9 +30,9 @@ if TYPE_CHECKING:
 _JSON_BEGINS = tuple('{["-0123456789tfn')
 _ONE_CHARACTER = re.compile(r"\[\^(?:\\.|[^\]\\])+\]", re.DOTALL)
 _SPACES = " \t\n\v\f\r"
-# Texts that are told apart at one place.
-_MAX_BEGINS = 4096
-# Fields of a format that are read here. Others might let more be written.
+# Limit on the texts to distinguish at one place.
+_MAX_BEGINNINGS = 4096
+# Fields of a format that we understand. Others might allow more outputs.
 _FIELDS = {
     "const_string": {"value"},
     "any_text": {"excludes"},
@@ -55,10 +52,10 @@ class SplitTag(NamedTuple):
     """A structural tag in two forms.
 
     Attributes:
-        free: without the lengths of its strings.
-        counted: with them.
-        gates: texts that end free text, and the first byte of what may come instead of it. A token
-            that begins in free text and goes on in something else has the end of one.
+        free: without lengths of strings.
+        counted: with lengths.
+        gates: texts that end free text, and first bytes of its alternatives. A token that begins in
+            free text and leaves it contains the end of a gate.
     """
 
     free: object
@@ -70,39 +67,40 @@ def split_tag_lengths(structural_tag: Any) -> SplitTag | None:
     """Split a structural tag.
 
     Args:
-        structural_tag: from :func:`pd.grammar.json_schemas.prepare_tags`. It is not changed.
+        structural_tag: from :func:`pd.structured.schema_rewriting.rewrite_tag`. We do not change
+            it.
 
     Returns:
-        None if no string has a length, or if it may be unknown which string is being written.
+        None if no string has a length, or if we may not know in which string the output is.
     """
-    schemas = [part[SCHEMA_OF_TAG] for _, part in schemas_of_tags(structural_tag)]
+    schemas = [part[SCHEMA_OF_TAG] for _, part in walk_tag_schemas(structural_tag)]
     bounded = [schema for schema in schemas if has_lengths(schema)]
     if not bounded or not all(map(is_clear, bounded)):
         return None
     gates: set[bytes] = set()
     try:
-        _part(structural_tag["format"]).check(_END, gates)
+        _read_format(structural_tag["format"]).check_clear(_END, gates)
     except (_UnclearError, TypeError, KeyError, AttributeError, ValueError, RecursionError):
-        return None  # what is wrong with it xgrammar says
+        return None  # xgrammar reports errors in the tag
     free, counted = copy.deepcopy(structural_tag), copy.deepcopy(structural_tag)
-    for form, change in ((free, without_lengths), (counted, with_lengths)):
-        for _, part in schemas_of_tags(form):
+    for form, change in ((free, drop_lengths), (counted, split_repetitions)):
+        for _, part in walk_tag_schemas(form):
             part[SCHEMA_OF_TAG] = change(part[SCHEMA_OF_TAG])
     return SplitTag(free, counted, tuple(sorted(gates)))
 
 
 class _UnclearError(Exception):
-    """Two readings of an output may be in different strings."""
+    """Two ways to parse an output may lead into different strings."""
 
 
-class _Begins(NamedTuple):
-    """How a text may begin.
+class _Beginnings(NamedTuple):
+    """The possible beginnings of a text.
 
     Attributes:
-        texts: one of these.
-        others: sets of characters: it begins with a character that one of them lacks.
-        any: or with anything.
-        joined: whether a text before it and each of ``texts`` are looked at as one.
+        texts: it may begin with one of these.
+        others: excluded characters: it may begin with any character outside one of these sets.
+        any: it may begin with anything.
+        joined: we prepend a preceding text to each of ``texts``.
     """
 
     texts: tuple[str, ...] = ()
@@ -110,24 +108,24 @@ class _Begins(NamedTuple):
     any: bool = False
     joined: bool = False
 
-    def __or__(self, other: _Begins) -> _Begins:
+    def __or__(self, other: _Beginnings) -> _Beginnings:
         joined = self.joined and other.joined
-        return _Begins(
+        return _Beginnings(
             self.texts + other.texts, self.others + other.others, self.any or other.any, joined
         )
 
 
-_END, _ANY = _Begins(), _Begins(any=True)
+_END, _ANY = _Beginnings(), _Beginnings(any=True)
 
 
-def _check_apart(choices: list[_Begins]) -> None:
-    """Raise _UnclearError unless the beginning tells of which choice a text is."""
+def _check_distinct(choices: list[_Beginnings]) -> None:
+    """Raise _UnclearError unless a text's beginning identifies its choice."""
     choices = [each for each in choices if each != _END]
     if len(choices) < 2:
         return
     texts = sorted(text for each in choices for text in each.texts)
     others = [each for choice in choices for each in choice.others]
-    if any(each.any for each in choices) or len(texts) > _MAX_BEGINS or len(others) > 1:
+    if any(each.any for each in choices) or len(texts) > _MAX_BEGINNINGS or len(others) > 1:
         raise _UnclearError
     for text, after in pairwise(texts):
         if after.startswith(text):
@@ -139,44 +137,46 @@ def _check_apart(choices: list[_Begins]) -> None:
 class _TagPart:
     """A part of a structural tag."""
 
-    def begins(self, behind: _Begins) -> _Begins:
-        """How this and what is behind it may begin together."""
+    def list_beginnings(self, rest: _Beginnings) -> _Beginnings:
+        """Return the beginnings of this part followed by a rest with the given beginnings."""
         raise NotImplementedError
 
-    def check(self, behind: _Begins, gates: set[bytes]) -> None:
-        """Raise _UnclearError if it may be unknown where in this part an output is. Texts that
-        end free text are added to ``gates``."""
+    def check_clear(self, rest: _Beginnings, gates: set[bytes]) -> None:
+        """Raise _UnclearError if we may not know where in this part an output is.
+
+        Adds texts that end free text to ``gates``.
+        """
 
 
 class _Text(_TagPart):
     def __init__(self, text: str) -> None:
         self.text = text
         _check_text(text)
-        # Texts behind each other have fewer of the character than a string is told by.
+        # Two adjacent texts must have fewer probe characters than we recognise a string by.
         if PROBE * (PROBES // 2) in text or (text and not text.strip(PROBE)):
             raise _UnclearError
 
-    def begins(self, behind: _Begins) -> _Begins:
+    def list_beginnings(self, rest: _Beginnings) -> _Beginnings:
         if not self.text:
-            return behind
-        texts = tuple(self.text + each for each in behind.texts) if behind.joined else (self.text,)
-        return _Begins(texts, joined=True)
+            return rest
+        texts = tuple(self.text + each for each in rest.texts) if rest.joined else (self.text,)
+        return _Beginnings(texts, joined=True)
 
-    def check(self, behind: _Begins, gates: set[bytes]) -> None:
-        if self.text.endswith(PROBE) and (behind.any or behind.others):
-            raise _UnclearError  # the end of this and free text are told apart by nothing
+    def check_clear(self, rest: _Beginnings, gates: set[bytes]) -> None:
+        if self.text.endswith(PROBE) and (rest.any or rest.others):
+            raise _UnclearError  # nothing distinguishes the end of this text from free text
 
 
 class _Json(_TagPart):
-    def begins(self, behind: _Begins) -> _Begins:
-        return _Begins(_JSON_BEGINS)
+    def list_beginnings(self, rest: _Beginnings) -> _Beginnings:
+        return _Beginnings(_JSON_BEGINS)
 
 
 class _Blank(_TagPart):
-    """Some line ends, which are no part of any string."""
+    """Line ends outside strings."""
 
-    def begins(self, behind: _Begins) -> _Begins:
-        return _Begins(("\n",)) | behind._replace(joined=False)
+    def list_beginnings(self, rest: _Beginnings) -> _Beginnings:
+        return _Beginnings(("\n",)) | rest._replace(joined=False)
 
 
 class _Character(_TagPart):
@@ -184,29 +184,29 @@ class _Character(_TagPart):
         self.excluded = excluded
         _check_text("".join(excluded))
 
-    def begins(self, behind: _Begins) -> _Begins:
-        return _Begins(others=(self.excluded,))
+    def list_beginnings(self, rest: _Beginnings) -> _Beginnings:
+        return _Beginnings(others=(self.excluded,))
 
-    def check(self, behind: _Begins, gates: set[bytes]) -> None:
-        if not behind.any:
-            raise _UnclearError  # it is told from free text by nothing
+    def check_clear(self, rest: _Beginnings, gates: set[bytes]) -> None:
+        if not rest.any:
+            raise _UnclearError  # nothing distinguishes it from free text
 
 
 class _FreeText(_TagPart):
-    """Any text; with an ``end``, up to that."""
+    """Any text, up to an ``end`` if it is not empty."""
 
     def __init__(self, excludes: Iterable[str], end: str) -> None:
         self.end = end
         for each in (*excludes, end):
             _check_text(each)
 
-    def begins(self, behind: _Begins) -> _Begins:
+    def list_beginnings(self, rest: _Beginnings) -> _Beginnings:
         return _ANY
 
-    def check(self, behind: _Begins, gates: set[bytes]) -> None:
+    def check_clear(self, rest: _Beginnings, gates: set[bytes]) -> None:
         if self.end:
             gates.add(self.end.encode())
-        elif behind != _END:
+        elif rest != _END:
             raise _UnclearError
 
 
@@ -214,55 +214,55 @@ class _Sequence(_TagPart):
     def __init__(self, parts: list[_TagPart]) -> None:
         self.parts = parts
 
-    def begins(self, behind: _Begins) -> _Begins:
+    def list_beginnings(self, rest: _Beginnings) -> _Beginnings:
         for part in reversed(self.parts):
-            behind = part.begins(behind)
-        return behind
+            rest = part.list_beginnings(rest)
+        return rest
 
-    def check(self, behind: _Begins, gates: set[bytes]) -> None:
+    def check_clear(self, rest: _Beginnings, gates: set[bytes]) -> None:
         for part in reversed(self.parts):
-            part.check(behind, gates)
-            behind = part.begins(behind)
+            part.check_clear(rest, gates)
+            rest = part.list_beginnings(rest)
 
 
 class _Choice(_TagPart):
     def __init__(self, parts: list[_TagPart]) -> None:
         self.parts = parts
 
-    def begins(self, behind: _Begins) -> _Begins:
-        first, *others = (part.begins(behind) for part in self.parts)
+    def list_beginnings(self, rest: _Beginnings) -> _Beginnings:
+        first, *others = (part.list_beginnings(rest) for part in self.parts)
         for each in others:
             first |= each
         return first
 
-    def check(self, behind: _Begins, gates: set[bytes]) -> None:
-        begins = [part.begins(behind) for part in self.parts]
-        _check_apart(begins)
-        if any(each.others for each in begins):  # which looks like free text
+    def check_clear(self, rest: _Beginnings, gates: set[bytes]) -> None:
+        begins = [part.list_beginnings(rest) for part in self.parts]
+        _check_distinct(begins)
+        if any(each.others for each in begins):  # these look like free text
             gates |= {text.encode()[:1] for each in begins for text in each.texts}
         for part in self.parts:
-            part.check(behind, gates)
+            part.check_clear(rest, gates)
 
 
 class _Repeated(_TagPart):
-    """Any number of times."""
+    """A part repeated any number of times."""
 
     def __init__(self, part: _TagPart) -> None:
         self.part = part
 
-    def begins(self, behind: _Begins) -> _Begins:
-        return self.part.begins(_ANY) | behind
+    def list_beginnings(self, rest: _Beginnings) -> _Beginnings:
+        return self.part.list_beginnings(_ANY) | rest
 
-    def check(self, behind: _Begins, gates: set[bytes]) -> None:
-        once = self.part.begins(_ANY)
-        _check_apart([once, behind])
-        if once.others or behind.others:
+    def check_clear(self, rest: _Beginnings, gates: set[bytes]) -> None:
+        once = self.part.list_beginnings(_ANY)
+        _check_distinct([once, rest])
+        if once.others or rest.others:
             raise _UnclearError
-        self.part.check(once | behind, gates)
+        self.part.check_clear(once | rest, gates)
 
 
 class _Triggered(_TagPart):
-    """Free text in which each trigger begins a part."""
+    """Free text with triggers. Each trigger begins a part."""
 
     def __init__(self, rules: list[tuple[str, _TagPart]], excludes: Iterable[str]) -> None:
         self.rules = rules
@@ -275,26 +275,28 @@ class _Triggered(_TagPart):
             if any(trigger in other for other in triggers[:number] + triggers[number + 1 :]):
                 raise _UnclearError
 
-    def begins(self, behind: _Begins) -> _Begins:
+    def list_beginnings(self, rest: _Beginnings) -> _Beginnings:
         return _ANY
 
-    def check(self, behind: _Begins, gates: set[bytes]) -> None:
-        if behind != _END:
+    def check_clear(self, rest: _Beginnings, gates: set[bytes]) -> None:
+        if rest != _END:
             raise _UnclearError
         for trigger, part in self.rules:
             gates.add(trigger.encode())
-            part.check(_ANY, gates)
+            part.check_clear(_ANY, gates)
 
 
 def _check_text(text: object) -> None:
-    """Raise _UnclearError for what is no text, or has the character by which free text is told."""
+    """Raise _UnclearError unless this is a text without the character that marks free text."""
     if not isinstance(text, str) or CONTROL in text:
         raise _UnclearError
 
 
-def _part(written: dict[str, Any]) -> _TagPart:
-    """Read a format. Raises _UnclearError for one that is not known here, and errors of all kinds
-    for what is none."""
+def _read_format(written: dict[str, Any]) -> _TagPart:
+    """Read a format.
+
+    Raises _UnclearError for an unknown one, and various errors for a wrong one.
+    """
     kind = written["type"]
     if not set(written) <= {"type", *_FIELDS.get(kind, ())}:
         raise _UnclearError
@@ -305,54 +307,54 @@ def _part(written: dict[str, Any]) -> _TagPart:
     if kind == "json_schema":
         return _Json()
     if kind == "regex":
-        return _of_pattern(written["pattern"])
+        return _read_pattern(written["pattern"])
     if kind == "sequence":
-        return _Sequence(list(map(_part, written["elements"])))
+        return _Sequence(list(map(_read_format, written["elements"])))
     if kind == "or":
-        return _Choice(list(map(_part, written["elements"])))
+        return _Choice(list(map(_read_format, written["elements"])))
     if kind == "optional":
-        return _Choice([_part(written["content"]), _Text("")])
+        return _Choice([_read_format(written["content"]), _Text("")])
     if kind == "tag":
-        return _tag(written)
+        return _read_tag(written)
     if kind == "tags_with_separator":
-        return _separated(written)
+        return _read_separated(written)
     if kind == "dispatch":
-        rules = [(trigger, _part(content)) for trigger, content in written["rules"]]
+        rules = [(trigger, _read_format(content)) for trigger, content in written["rules"]]
         return _Triggered(rules, written.get("excludes", ()))
     if kind == "triggered_tags":
-        return _triggered_tags(written)
+        return _read_triggered(written)
     raise _UnclearError
 
 
-def _of_pattern(pattern: str) -> _TagPart:
-    if pattern == r"\n{0,2}":  # behind reasoning
+def _read_pattern(pattern: str) -> _TagPart:
+    if pattern == r"\n{0,2}":  # after reasoning
         return _Blank()
     if not _ONE_CHARACTER.fullmatch(pattern):
         raise _UnclearError
     excluded = set[str]()
-    for first, last in members(pattern):
-        code = character(first)
+    for first, last in list_members(pattern):
+        code = decode_character(first)
         if last or (code is None and first != r"\s"):
             raise _UnclearError
         excluded |= set(_SPACES) if code is None else {chr(code)}
     return _Character(frozenset(excluded))
 
 
-def _tag(written: dict[str, Any], without: str = "") -> _TagPart:
-    """A tag, whose beginning lacks a text that was read before."""
+def _read_tag(written: dict[str, Any], without: str = "") -> _TagPart:
+    """Read a tag whose beginning lacks the trigger ``without``."""
     begin, content, end = (
         _Text(written["begin"][len(without) :]),
         written["content"],
         written["end"],
     )
-    inside = _part(content)
+    inside = _read_format(content)
     if isinstance(inside, _FreeText) and end:
         return _Sequence([begin, _FreeText(content.get("excludes", ()), end)])
     return _Sequence([begin, inside, _Text(end)])
 
 
-def _separated(written: dict[str, Any]) -> _TagPart:
-    tags = _Choice([_tag(each) for each in written["tags"]])
+def _read_separated(written: dict[str, Any]) -> _TagPart:
+    tags = _Choice([_read_tag(each) for each in written["tags"]])
     parts: list[_TagPart] = [tags]
     if not written.get("stop_after_first"):
         parts.append(_Repeated(_Sequence([_Text(written["separator"]), tags])))
@@ -360,13 +362,13 @@ def _separated(written: dict[str, Any]) -> _TagPart:
     return some if written.get("at_least_one") else _Choice([some, _Text("")])
 
 
-def _triggered_tags(written: dict[str, Any]) -> _TagPart:
+def _read_triggered(written: dict[str, Any]) -> _TagPart:
     tags, rules = written["tags"], list[tuple[str, _TagPart]]()
     for trigger in written["triggers"]:
-        begun = [each for each in tags if each["begin"].startswith(trigger)]
-        rules.append((trigger, _Choice([_tag(each, trigger) for each in begun])))
+        own = [each for each in tags if each["begin"].startswith(trigger)]
+        rules.append((trigger, _Choice([_read_tag(each, trigger) for each in own])))
     text: _TagPart = _Triggered(rules, written.get("excludes", ()))
     if not written.get("at_least_one"):
         return text
-    first = _Choice([_tag(each) for each in tags])
+    first = _Choice([_read_tag(each) for each in tags])
     return first if written.get("stop_after_first") else _Sequence([first, text])

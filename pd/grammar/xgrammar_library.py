@@ -1,4 +1,4 @@
-"""xgrammar (mlc-ai/xgrammar), which compiles grammars and knows which tokens may come next."""
+"""xgrammar (mlc-ai/xgrammar): compiles grammars and finds the tokens they allow next."""
 
 # xgrammar has no types.
 # mypy: disable-error-code="no-any-unimported, no-untyped-call"
@@ -13,31 +13,34 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import xgrammar
 
-from pd.core.json_schemas import schemas_of_tags
-from pd.engine.token_rules import mask_threads
-from pd.grammar.gbnf import check_numbers
-from pd.grammar.json_schemas import WrongSchemaError, prepare, prepare_tags
+from pd.engine.token_rules import count_mask_threads
 from pd.grammar.lengths import split_lengths
-from pd.grammar.patterns import matched_by
 from pd.grammar.tag_lengths import split_tag_lengths
 from pd.grammar.token_characters import TokenCharacters
+from pd.structured.gbnf import check_numbers
+from pd.structured.pattern_rewriting import rewrite_pattern
+from pd.structured.schema_rewriting import WrongSchemaError, rewrite_schema, rewrite_tag
+from pd.structured.schema_walk import walk_tag_schemas
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pd.grammar.child import Vocabulary
+    import numpy as np
+    import numpy.typing as npt
+
+    from pd.grammar.compile_jobs import Vocabulary
 
 
-# Masks of parts of grammars that a compiler remembers, since schemas have many parts in common.
+# A compiler's cache for masks of parts of grammars, because schemas have many parts in common.
 CACHE_BYTES = 64 << 20
-# A compiled grammar as it is sent: JSON of that without lengths, what that with them is compiled
-# from, and what ends free text.
+# A serialized compiled grammar: JSON of the grammar without lengths, source text of the one with
+# lengths, and gates.
 _TEXTS = msgspec.msgpack.Decoder(tuple[str, str | None, tuple[bytes, ...] | None])
 
 
-def tokenizer_info(vocabulary: Vocabulary) -> xgrammar.TokenizerInfo:
-    """The bytes of all tokens."""
-    # NOTE: a process that only compiles has a stand-in.
+def read_tokenizer(vocabulary: Vocabulary) -> xgrammar.TokenizerInfo:
+    """Read the bytes of all tokens."""
+    # NOTE: In a process that only compiles, this is a stand-in.
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=vocabulary.tokenizer)
@@ -50,20 +53,23 @@ class Compiled(NamedTuple):
     """A compiled grammar.
 
     Attributes:
-        free: knows all tokens, but not the lengths of strings if ``counted`` does.
-        counted: knows lengths and no tokens; see :mod:`pd.grammar.lengths`.
-        counted_text: the JSON of which ``counted`` was compiled.
+        free: grammar with all tokens, but without lengths of strings if there is a ``counted``.
+        counted: grammar with lengths and no tokens; see :mod:`pd.grammar.lengths`.
+        counted_text: the source JSON of ``counted``.
         gates: of a structural tag; see :class:`pd.grammar.tag_lengths.SplitTag`.
+        mask_seconds: processor time of a mask, if we measured it.
+        first_masks: masks of an empty output, by the tokens that end it.
     """
 
     free: xgrammar.CompiledGrammar
     counted: xgrammar.CompiledGrammar | None = None
     counted_text: str | None = None
     gates: tuple[bytes, ...] | None = None
+    mask_seconds: float | None = None
+    first_masks: dict[tuple[int, ...], npt.NDArray[np.int32]] | None = None
 
     @property
     def grammars(self) -> list[xgrammar.CompiledGrammar]:
-        """Those that there are."""
         return [each for each in (self.free, self.counted) if each is not None]
 
     @property
@@ -72,7 +78,7 @@ class Compiled(NamedTuple):
 
 
 class Compiler:
-    """Compiles on the thread that asks; several may.
+    """Compiles grammars on the calling thread. Several threads may call it at once.
 
     Attributes:
         info: the bytes of all tokens.
@@ -83,41 +89,54 @@ class Compiler:
         self._compiler = xgrammar.GrammarCompiler(
             info, max_threads=1, cache_enabled=True, cache_limit_bytes=CACHE_BYTES
         )
-        # xgrammar 0.2.8 has no key for a part that repeats more than 128 times.
+        # xgrammar 0.2.8 has no cache key for a part that repeats more than 128 times.
         self._without_cache = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-        self._of_no_tokens = xgrammar.GrammarCompiler(
-            _no_tokens(), max_threads=1, cache_enabled=False
-        )
+        # For grammars that we only ask whether they accept a text.
+        no_tokens = xgrammar.TokenizerInfo(["x", "</s>"], stop_token_ids=[1])
+        self._of_no_tokens = xgrammar.GrammarCompiler(no_tokens, max_threads=1, cache_enabled=False)
 
-    def compile(self, kind: str, text: str) -> Compiled:
+    def compile_text(self, kind: str, text: str) -> Compiled:
         """Compile a grammar.
 
         Raises:
-            ValueError: it is none. WrongSchemaError names the schema or grammar of a structural
-                tag.
-            MemoryError: there is not enough.
+            ValueError: the text is not a grammar. A WrongSchemaError names the wrong schema or
+                grammar of a structural tag.
+            MemoryError: out of memory.
         """
         if kind == "structural_tag":
-            return self._compile_tags(_prepared(text, prepare_tags))
+            return self._compile_tags(_rewrite_json(text, rewrite_tag))
         if kind == "regex":
-            return Compiled(self._compile(kind, matched_by(text)))
+            return Compiled(self._compile_free(kind, rewrite_pattern(text)))
         if kind == "ebnf":
             check_numbers(text)
         if kind != "json_schema":
-            return Compiled(self._compile(kind, text))
-        schema = _prepared(text, prepare)
+            return Compiled(self._compile_free(kind, text))
+        schema = _rewrite_json(text, rewrite_schema)
         split = split_lengths(schema)
         if split is None:
-            return Compiled(self._compile(kind, json.dumps(schema)))
+            return Compiled(self._compile_free(kind, json.dumps(schema)))
         free, counted = map(json.dumps, split)
-        return Compiled(self._compile(kind, free), self.compile_counted(kind, counted), counted)
+        return Compiled(
+            self._compile_free(kind, free), self.compile_counted(kind, counted), counted
+        )
 
-    def compile_counted(self, kind: str, text: str) -> xgrammar.CompiledGrammar:
-        """Compile a grammar that knows no tokens."""
-        return _compiled_with(self._of_no_tokens, kind, text)
+    def compile_counted(self, kind: str, text: str | xgrammar.Grammar) -> xgrammar.CompiledGrammar:
+        """Compile a grammar without tokens."""
+        return _compile_with(self._of_no_tokens, kind, text)
 
-    def forget(self) -> None:
-        """Compile later grammars as if they were the first."""
+    def compile_rule(self, name: str, text: str) -> xgrammar.CompiledGrammar:
+        """Compile an EBNF grammar printed by xgrammar, with this root rule and without tokens.
+
+        Raises ValueError, also for printed parts that EBNF cannot express.
+        """
+        try:
+            grammar = xgrammar.Grammar.from_ebnf(text, root_rule_name=name)
+        except RuntimeError as error:
+            raise ValueError(_describe_error(error)) from error
+        return self.compile_counted("ebnf", grammar)
+
+    def clear_cache(self) -> None:
+        """Drop the masks of earlier grammars."""
         self._compiler.clear_cache()
 
     def _compile_tags(self, structural_tag: object) -> Compiled:
@@ -125,13 +144,13 @@ class Compiler:
         split = split_tag_lengths(structural_tag)
         try:
             if split is None:
-                return Compiled(self._compile(kind, json.dumps(structural_tag)))
+                return Compiled(self._compile_free(kind, json.dumps(structural_tag)))
             text = json.dumps(split.counted)
             counted = self.compile_counted(kind, text)
-            free = self._compile(kind, json.dumps(split.free))
+            free = self._compile_free(kind, json.dumps(split.free))
             return Compiled(free, counted, text, split.gates)
         except ValueError:
-            for place, part in schemas_of_tags(structural_tag):
+            for place, part in walk_tag_schemas(structural_tag):
                 alone = json.dumps({"type": kind, "format": part})
                 try:
                     self.compile_counted(kind, alone)
@@ -139,29 +158,24 @@ class Compiler:
                     raise WrongSchemaError(error, place) from None
             raise
 
-    def _compile(self, kind: str, text: str) -> xgrammar.CompiledGrammar:
+    def _compile_free(self, kind: str, text: str) -> xgrammar.CompiledGrammar:
         try:
-            return _compiled_with(self._compiler, kind, text)
+            return _compile_with(self._compiler, kind, text)
         except ValueError as error:
             if _NO_KEY not in str(error):
                 raise
-            return _compiled_with(self._without_cache, kind, text)
+            return _compile_with(self._without_cache, kind, text)
 
 
 _NO_KEY = "per_rule_fsm_hashes"
 
 
-def _no_tokens() -> xgrammar.TokenizerInfo:
-    """A vocabulary for grammars that are only asked whether they take a text."""
-    return xgrammar.TokenizerInfo(["x", "</s>"], stop_token_ids=[1])
-
-
-def _compiled_with(
-    compiler: xgrammar.GrammarCompiler, kind: str, text: str
+def _compile_with(
+    compiler: xgrammar.GrammarCompiler, kind: str, text: str | xgrammar.Grammar
 ) -> xgrammar.CompiledGrammar:
-    """Raises ValueError and MemoryError."""
+    """Compile a text. Raises ValueError and MemoryError."""
     compile_kind: Any = {
-        # Whitespace between tokens without end would let a model write nothing else.
+        # With unlimited whitespace between tokens, a model could write whitespace for ever.
         "json_schema": partial(compiler.compile_json_schema, any_whitespace=False),
         "regex": compiler.compile_regex,
         "ebnf": compiler.compile_grammar,
@@ -175,11 +189,11 @@ def _compiled_with(
     except Exception as error:
         if "bad_alloc" in str(error):
             raise MemoryError from error
-        raise ValueError(_reason(error)) from error
+        raise ValueError(_describe_error(error)) from error
 
 
 def dump_info(info: xgrammar.TokenizerInfo) -> bytes:
-    """The bytes of all tokens, for another process."""
+    """Serialize the bytes of all tokens for another process."""
     serialized: str = info.serialize_json()
     return serialized.encode()
 
@@ -195,7 +209,7 @@ class _AddedToken(msgspec.Struct):
 
 
 class _TokenizerFile(msgspec.Struct):
-    """The part of a ``tokenizer.json`` that is read."""
+    """The fields read from a ``tokenizer.json``."""
 
     added_tokens: list[_AddedToken] = []
 
@@ -203,55 +217,59 @@ class _TokenizerFile(msgspec.Struct):
 _TOKENIZER_FILE = msgspec.json.Decoder(_TokenizerFile)
 
 
-def control_tokens(info: xgrammar.TokenizerInfo, vocabulary: Vocabulary) -> frozenset[int]:
-    """Tokens that are no text: those that the tokenizer names as special, those without bytes, and
-    those with which the model ends its output."""
+def find_control_tokens(info: xgrammar.TokenizerInfo, vocabulary: Vocabulary) -> frozenset[int]:
+    """Find tokens without text: the tokenizer's special tokens, tokens without bytes, and tokens
+    that end an output."""
     content = Path(vocabulary.tokenizer).read_bytes()
     added = _TOKENIZER_FILE.decode(content).added_tokens
     special = [token.id for token in added if token.special]
     return frozenset([*special, *info.special_token_ids, *info.stop_token_ids])
 
 
-def token_characters(info: xgrammar.TokenizerInfo) -> TokenCharacters:
-    """The table of all tokens."""
+def count_characters(info: xgrammar.TokenizerInfo) -> TokenCharacters:
+    """Count the characters of all tokens."""
     control = frozenset([*info.special_token_ids, *info.stop_token_ids])
     return TokenCharacters(info.decoded_vocab, control)
 
 
 def dump_compiled(compiled: Compiled) -> bytes:
-    """A compiled grammar without its vocabulary, for another process.
+    """Serialize a compiled grammar without its vocabulary, for another process.
 
-    What counts lengths is compiled again there, in less time than its JSON takes, which grows with
-    the square of the number of strings.
+    That process compiles the counted grammar again. This is faster than reading its JSON, because
+    the JSON grows with the square of the number of strings.
     """
     free = compiled.free.serialize_json()
     return msgspec.msgpack.encode([free, compiled.counted_text, compiled.gates])
 
 
 def load_compiled(dumped: bytes, kind: str, compiler: Compiler) -> Compiled:
-    """Load the result of :func:`dump_compiled`, of a grammar of this kind, for use with a
-    compiler's vocabulary."""
+    """Load the result of :func:`dump_compiled`, with a compiler's vocabulary."""
     dumped_free, text, gates = _TEXTS.decode(dumped)
     free = xgrammar.CompiledGrammar.deserialize_json(dumped_free, compiler.info)
     counted = None if text is None else compiler.compile_counted(kind, text)
     return Compiled(free, counted, text, gates)
 
 
-def matcher(
+def make_matcher(
     compiled: xgrammar.CompiledGrammar, stop_ids: Sequence[int] = ()
 ) -> xgrammar.GrammarMatcher:
-    """The state of an output that is empty so far and ends with one of ``stop_ids``."""
+    """Make the state of an empty output that will end with one of ``stop_ids``."""
     return xgrammar.GrammarMatcher(compiled, override_stop_tokens=list(stop_ids) or None)
 
 
+def fill_mask(state: xgrammar.GrammarMatcher, mask: npt.NDArray[np.int32]) -> None:
+    """Write the mask of the allowed next tokens. Releases the interpreter's lock."""
+    state.fill_next_token_bitmask(mask[None], 0)
+
+
 @cache
-def batch_matcher() -> xgrammar.BatchGrammarMatcher:
-    """Fills masks of several outputs on several threads."""
-    return xgrammar.BatchGrammarMatcher(max_threads=mask_threads())
+def get_batch_matcher() -> xgrammar.BatchGrammarMatcher:
+    """Return the shared object that fills masks of several outputs on several threads."""
+    return xgrammar.BatchGrammarMatcher(max_threads=count_mask_threads())
 
 
-def allows(compiled: Compiled, text: str | bytes) -> bool:
-    """Whether a text is a whole output."""
+def accepts_text(compiled: Compiled, text: str | bytes) -> bool:
+    """Return whether a text is a complete output."""
     for each in compiled.grammars:
         whole = xgrammar.GrammarMatcher(each, terminate_without_stop_token=True)
         if not whole.accept_string(text) or not whole.is_completed():
@@ -259,20 +277,20 @@ def allows(compiled: Compiled, text: str | bytes) -> bool:
     return True
 
 
-def _prepared(text: str, change: Callable[[object], object]) -> object:
-    """Parse a text of JSON and write its schemas as xgrammar needs them. Raises ValueError."""
+def _rewrite_json(text: str, change: Callable[[object], object]) -> object:
+    """Parse a JSON text and rewrite its schemas for xgrammar. Raises ValueError."""
     try:
         return change(json.loads(text))
     except json.JSONDecodeError as error:
         raise ValueError(f"it is not JSON: {error}") from None
     except (TypeError, AttributeError) as error:
-        raise ValueError(f"it is no schema: {error}") from None
+        raise ValueError(f"it is not a schema: {error}") from None
     except RecursionError:
-        raise ValueError("it is too deep") from None
+        raise ValueError("it is nested too deeply") from None
 
 
-def _reason(error: Exception) -> str:
-    """The first line of a message, without where in xgrammar it was raised."""
+def _describe_error(error: Exception) -> str:
+    """Return the first line of a message, without its position in xgrammar's source."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
     _, mark, rest = line.partition(".cc:")
     return rest.partition(": ")[2] if mark else line

@@ -1,4 +1,4 @@
-"""The kernel behind :func:`pd.kernels.acceptance.accept`."""
+"""The kernel for :func:`pd.kernels.acceptance.accept_drafts`."""
 
 # Triton's language has no types, so kernels have none either.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -11,14 +11,14 @@ import torch
 import triton
 import triton.language as tl
 
-from pd.kernels.triton_launch import launch, start_next, wait_for_previous
+from pd.kernels.triton_launch import launch_kernel, start_next, wait_for_previous
 
 if TYPE_CHECKING:
-    from pd.kernels.acceptance import Trees
+    from pd.kernels.draft_tensors import Trees
 
 
 @triton.jit
-def _follow(
+def _accept_draft(
     sampled,
     guesses,
     parents,
@@ -35,7 +35,7 @@ def _follow(
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One draft per program. A guess comes after its parent, so one pass over them is enough."""
+    """One draft per program. A guess comes after its parent, so one pass is enough."""
     start_next(PDL)
     wait_for_previous(PDL)
     work = tl.program_id(0)
@@ -67,14 +67,14 @@ def _follow(
     tl.store(tokens + work, tl.load(sampled + row + at + 1))
 
 
-def accept(sampled: torch.Tensor, trees: Trees, width: int) -> tuple[torch.Tensor, ...]:
-    """Return the fields of the result of :func:`pd.kernels.acceptance.accept`."""
+def accept_drafts(sampled: torch.Tensor, trees: Trees, width: int) -> tuple[torch.Tensor, ...]:
+    """Return the fields of the result of :func:`pd.kernels.acceptance.accept_drafts`."""
     works = len(trees.rows)
     made = [torch.empty_like(trees.rows) for _ in range(4)]
     found = (*made, trees.rows.new_empty(works, width))
     if works:
-        launch(
-            _follow,
+        launch_kernel(
+            _accept_draft,
             (works,),
             sampled.device,
             *(sampled, trees.tokens, trees.parents, trees.rows, trees.firsts, trees.counts),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch.nn import functional
 
-from pd.kernels.dispatch import use_triton
+from pd.kernels.dispatch import uses_triton
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +21,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     Returns:
         A new tensor ``[..., size]``.
     """
-    if use_triton(gate_up):
+    if uses_triton(gate_up):
         from pd.kernels import activation_triton
 
         return activation_triton.silu_and_mul(gate_up)

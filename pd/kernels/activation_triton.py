@@ -1,4 +1,4 @@
-"""The kernel behind :mod:`pd.kernels.activation`."""
+"""The kernel for :mod:`pd.kernels.activation`."""
 
 # Triton's language has no types, so kernels have none either.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from pd.kernels.triton_launch import launch, start_next, wait_for_previous
+from pd.kernels.triton_launch import launch_kernel, start_next, wait_for_previous
 
 if TYPE_CHECKING:
     import torch
@@ -19,8 +19,8 @@ _BLOCK = 1024
 
 
 @triton.jit
-def gated(gate, up, DTYPE: tl.constexpr):
-    """``silu(gate) * up`` of float32, each step rounded as if its result were stored."""
+def apply_gate(gate, up, DTYPE: tl.constexpr):
+    """``silu(gate) * up`` of float32. We round after each step, as if its result were stored."""
     gate = gate.to(DTYPE).to(tl.float32)
     silu = (gate / (1.0 + tl.exp(-gate))).to(DTYPE).to(tl.float32)
     return (silu * up.to(DTYPE).to(tl.float32)).to(DTYPE)
@@ -35,7 +35,7 @@ def _silu_and_mul(gate_up, out, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     mask = columns < size
     gate = tl.load(gate_up + row * 2 * size + columns, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * size + size + columns, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + row * size + columns, gated(gate, up, out.dtype.element_ty), mask=mask)
+    tl.store(out + row * size + columns, apply_gate(gate, up, out.dtype.element_ty), mask=mask)
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -46,5 +46,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     rows = out.numel() // size
     if rows:
         grid = rows, triton.cdiv(size, _BLOCK)
-        launch(_silu_and_mul, grid, out.device, gate_up, out, size, BLOCK=_BLOCK, num_warps=4)
+        launch_kernel(
+            _silu_and_mul, grid, out.device, gate_up, out, size, BLOCK=_BLOCK, num_warps=4
+        )
     return out

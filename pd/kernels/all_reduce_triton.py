@@ -1,9 +1,9 @@
-"""Sums over GPUs of one host that write into each other's memory, in one launch and one hop.
+"""Sums over GPUs of one host that write into each other's memory, with one launch and one hop.
 
-Every rank stores its numbers into a mailbox on each other GPU and adds up what lies in its own. As
-in NCCL's "LL" protocol a number travels together with a flag in one word, which arrives whole: so
-there are no fences and no second hop, at the price of twice the bytes. For the few kilobytes of a
-decode step, the number of hops decides the time.
+Every rank stores its numbers into a mailbox on each other GPU, and adds up the contents of its own.
+As in NCCL's "LL" protocol, a number and a flag travel in one word, which arrives whole. So we need
+no fences and no second hop, but twice the bytes. For the few kilobytes of a decode step, the number
+of hops determines the time.
 """
 
 # Triton's language has no types, so kernels have none either.
@@ -15,16 +15,16 @@ import torch
 import triton
 import triton.language as tl
 
-from pd.kernels.triton_launch import launch
+from pd.kernels.triton_launch import launch_kernel
 
-# Numbers that one program exchanges.
+# Numbers that each program exchanges.
 BLOCK = 1024
 _WARPS = 4
 _WORDS = {2: torch.int32, 4: torch.int64}
 
 
 @triton.jit
-def _value(word, HALF: tl.constexpr, BITS: tl.constexpr, NUMBER: tl.constexpr):
+def _decode_number(word, HALF: tl.constexpr, BITS: tl.constexpr, NUMBER: tl.constexpr):
     """The number in the upper half of a word, in float32."""
     return (word >> HALF).to(BITS).to(NUMBER, bitcast=True).to(tl.float32)
 
@@ -46,11 +46,12 @@ def _all_reduce(
     """Program b of all ranks exchanges block b.
 
     A mailbox is ``[2, RANKS, capacity]`` words: by the epoch's parity, by sender. Epochs count the
-    launches that a program took part in, which are the same on all ranks. A block is overwritten
-    two epochs later; its sender then has the blocks of all ranks of the epoch between, which a rank
-    sends in a launch after the one that read the first. Blocks travel whole, however much of the
-    last one is used: flags repeat after 32,768 epochs, and a word that was left out might have the
-    flag of an epoch long past.
+    launches of a program, so all ranks agree on them. A block is overwritten two epochs later. By
+    then its sender has received the blocks of the epoch in between, and a rank sends those in a
+    launch after the one that read the first.
+
+    Blocks always travel whole, even if part of the last one is unused, because flags repeat after
+    32,768 epochs: a skipped word might have the flag of an epoch long past.
     """
     program = tl.program_id(0)
     epoch = tl.load(epochs + program) + 1
@@ -79,13 +80,13 @@ def _all_reduce(
             while (waiting != 0) & (tl.load(stop, volatile=True) == 0):
                 got = tl.load(places, volatile=True)
                 waiting = tl.max(((got & 0x7FFF) != flag).to(tl.int32), 0)
-            total += _value(got, HALF, bits, number)
+            total += _decode_number(got, HALF, bits, number)
     tl.store(out + offsets, total.to(number), inside)
     tl.store(epochs + program, epoch)
 
 
-def mailbox_words(ranks: int, capacity: int) -> int:
-    """Return the words of a mailbox for up to ``capacity`` numbers."""
+def count_mailbox_words(ranks: int, capacity: int) -> int:
+    """Return the number of words in a mailbox for up to ``capacity`` numbers."""
     return 2 * ranks * capacity
 
 
@@ -98,25 +99,25 @@ def all_reduce(
     capacity: int,
     rank: int,
 ) -> None:
-    """``out`` becomes the sum of all ranks' ``x``, added up in float32 in the order of ranks.
+    """Set ``out`` to the sum of all ranks' ``x``, added up in float32 in the order of ranks.
 
-    Every rank launches this with the same shapes in the same order, on one stream; it waits for the
-    others on the device. It can be captured in a graph.
+    Every rank launches this with the same shapes, in the same order, on one stream. It waits for
+    the others on the device. A graph can capture it.
 
     Args:
         x: contiguous float32, bfloat16 or float16, at most ``capacity`` numbers.
         out: like ``x``, not overlapping it.
-        mailboxes: int64 ``[ranks]`` on the device: the address of each rank's mailbox, as mapped
-            here, of :func:`mailbox_words` words that were zero at first. A word is int32 for
-            numbers of 16 bits and int64 for those of 32.
-        capacity: numbers that a mailbox takes, a multiple of ``BLOCK``.
-        epochs: int32, one for each ``BLOCK`` of ``capacity``, this rank's, zero at first.
-        stop: int32 ``[1]``; once it is not zero, no rank is waited for and sums are wrong.
+        mailboxes: int64 ``[ranks]`` on the device: the address of each rank's mailbox as mapped
+            here. Its words (:func:`count_mailbox_words`) must be zero at first. A word is int32 for
+            16-bit numbers and int64 for 32-bit numbers.
+        capacity: numbers that a mailbox can hold, a multiple of ``BLOCK``.
+        epochs: int32, this rank's, one for each ``BLOCK`` of ``capacity``, zero at first.
+        stop: int32 ``[1]``. Once it is not zero, nobody waits for other ranks and sums are wrong.
         rank: number of this rank.
     """
     assert x.is_contiguous() and out.is_contiguous()
     assert x.numel() <= capacity and not capacity % BLOCK
-    launch(
+    launch_kernel(
         _all_reduce,
         (triton.cdiv(x.numel(), BLOCK),),
         x.device,
@@ -135,6 +136,6 @@ def all_reduce(
     )
 
 
-def word_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the words of a mailbox for numbers of ``dtype``."""
+def choose_word_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a mailbox's words for numbers of ``dtype``."""
     return _WORDS[dtype.itemsize]

@@ -1,9 +1,9 @@
-"""Long runs of slots straight into another GPU's pool, by a copy engine.
+"""Copies long runs of slots directly into another GPU's pool with a copy engine.
 
-The kernel of :mod:`pd.kernels.kv_copy` copies rows wherever they lie, but while it stores it holds
-multiprocessors that a forward pass then lacks. A copy engine takes none, and costs the pass less
-(``benchmarks/sending.py``). Each run of adjacent slots takes one call: a two-dimensional copy moves
-it in all layers at once.
+The kernel of :mod:`pd.kernels.kv_copy` copies rows wherever they lie, but it occupies
+multiprocessors that a forward pass then lacks. A copy engine occupies none and slows the pass less
+(``benchmarks/sending.py``). Each run of adjacent slots takes one call, because a two-dimensional
+copy moves it in all layers at once.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from pd.kernels.cuda_driver import CudaDriver
-from pd.kernels.kv_copy import row_bytes
+from pd.kernels.kv_copy import count_row_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
 
-# Bytes of a run in one slab from which on a copy engine is about as fast as the kernel
+# From this size of a run in one slab on, a copy engine is about as fast as the kernel
 # (``benchmarks/kv_copy.py``).
 MIN_RUN_BYTES = 512 << 10
 # CU_DEVICE_ATTRIBUTE_MAX_PITCH: CUDA's limit for the bytes of a slab, the same on all GPUs.
@@ -31,8 +31,8 @@ _DEVICE_MEMORY = 2  # CU_MEMORYTYPE_DEVICE
 
 
 class SlotRun(NamedTuple):
-    """Tokens whose slots are adjacent in both pools: ``tokens`` of them from ``slot`` and
-    ``peer_slot`` on."""
+    """Tokens whose slots are adjacent in both pools: ``tokens`` of them, starting at ``slot`` and
+    ``peer_slot``."""
 
     slot: int
     peer_slot: int
@@ -43,26 +43,26 @@ class SlotRuns:
     """The runs of a sequence of tokens.
 
     Args:
-        slots: int32 ``[2, tokens]``: each token's slot in the own pool and in the peer's.
+        slots: int32 ``[2, tokens]``: each token's slot in our pool and in the peer's.
     """
 
     def __init__(self, slots: npt.NDArray[np.int32]) -> None:
         self._slots = slots
         self._breaks = np.flatnonzero((np.diff(slots, axis=1) != 1).any(axis=0)) + 1
 
-    def count(self, start: int, stop: int) -> int:
+    def count_runs(self, start: int, stop: int) -> int:
         """Count the runs of tokens ``[start, stop)``, at least one."""
-        return len(self._between(start, stop)) + 1
+        return len(self._find_breaks(start, stop)) + 1
 
-    def within(self, start: int, stop: int) -> list[SlotRun]:
-        """Return the runs of tokens ``[start, stop)``, in their order."""
-        ends = np.concatenate(([start], self._between(start, stop), [stop]))
+    def find_runs(self, start: int, stop: int) -> list[SlotRun]:
+        """Return the runs of tokens ``[start, stop)`` in order."""
+        ends = np.concatenate(([start], self._find_breaks(start, stop), [stop]))
         slots, peer_slots = self._slots[:, ends[:-1]].tolist()
         return [
             SlotRun(*run) for run in zip(slots, peer_slots, np.diff(ends).tolist(), strict=True)
         ]
 
-    def _between(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+    def _find_breaks(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         first, last = np.searchsorted(self._breaks, (start + 1, stop))
         return self._breaks[first:last]
 
@@ -94,22 +94,23 @@ class CopyEngine:
     """Queues copies from one pool.
 
     Args:
-        buffer: the own pool, a plane, contiguous, on a GPU.
+        buffer: our pool, a plane, contiguous, on a GPU.
 
     Raises:
         SetupError: there is no driver, or the GPU cannot be used.
     """
 
     def __init__(self, buffer: torch.Tensor) -> None:
-        self._buffer, self._row = buffer, row_bytes(buffer)
+        self._buffer, self._row = buffer, count_row_bytes(buffer)
         self._driver = CudaDriver(buffer.device.index or 0)
 
-    def takes(self, tokens: int, runs: int, peer_num_slots: int) -> bool:
-        """Whether so many tokens in so many runs are better copied here than by the kernel."""
+    def can_copy(self, tokens: int, runs: int, peer_num_slots: int) -> bool:
+        """Whether a copy engine should copy this many tokens in this many runs, instead of the
+        kernel."""
         slots = max(self._buffer.shape[2], peer_num_slots)
         return tokens * self._row >= runs * MIN_RUN_BYTES and slots * self._row <= _MAX_PITCH
 
-    def copy(
+    def copy_runs(
         self,
         runs: Sequence[SlotRun],
         peer: int,
@@ -121,8 +122,8 @@ class CopyEngine:
         """Queue the copy of all runs on a stream. Slots and addresses are not checked.
 
         Args:
-            peer: address of the other pool, which has the same layers, vectors and rows, valid
-                for the buffer's device.
+            peer: address of the other pool, valid for the buffer's device. It has the same layers,
+                vectors and rows.
             peer_num_slots: slots of the other pool.
             stream: the handle of a stream of the buffer's device.
 
@@ -132,7 +133,7 @@ class CopyEngine:
         row, slab = self._row, self._buffer.shape[1] * layer_start
         pitch, peer_pitch = self._buffer.shape[2] * row, peer_num_slots * row
         source, target = self._buffer.data_ptr() + slab * pitch, peer + slab * peer_pitch
-        with self._driver.current():
+        with self._driver.make_current():
             for run in runs:
                 copy = _Copy2D(
                     srcMemoryType=_DEVICE_MEMORY,
@@ -144,4 +145,6 @@ class CopyEngine:
                     WidthInBytes=run.tokens * row,
                     Height=self._buffer.shape[1] * (layer_stop - layer_start),
                 )
-                self._driver.call("cuMemcpy2DAsync_v2", ctypes.byref(copy), ctypes.c_void_p(stream))
+                self._driver.call_function(
+                    "cuMemcpy2DAsync_v2", ctypes.byref(copy), ctypes.c_void_p(stream)
+                )

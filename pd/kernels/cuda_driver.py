@@ -1,7 +1,7 @@
 """Calls of the CUDA driver that torch does not offer.
 
-The driver is the library that torch has loaded already. Its calls work on the GPU's primary
-context, which is the one torch uses, so addresses and streams are the same here and there.
+We use the driver library that torch has already loaded. Its calls work on the GPU's primary
+context, like torch, so addresses and streams are valid in both.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class CudaError(Exception):
-    """A call of the driver failed; the message has the call's name and the driver's text."""
+    """A call of the driver failed. The message has the call's name and the driver's text."""
 
 
 class CudaDriver:
     """The driver, for one GPU.
 
     Args:
-        ordinal: the GPU's number among those that this process sees.
+        ordinal: number of the GPU among those visible to this process.
 
     Raises:
         SetupError: there is no driver, or the GPU cannot be used.
@@ -38,24 +38,24 @@ class CudaDriver:
         self._context = ctypes.c_void_p()
         device = ctypes.c_int()
         try:
-            self.call("cuInit", ctypes.c_uint(0))
-            self.call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
-            self.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
+            self.call_function("cuInit", ctypes.c_uint(0))
+            self.call_function("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
+            self.call_function("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
         except CudaError as error:
             raise SetupError(f"GPU {ordinal} cannot be used: {error}") from error
 
     @contextlib.contextmanager
-    def current(self) -> Iterator[None]:
-        """Make the GPU current for the calling thread inside the context; threads start without
-        one."""
-        self.call("cuCtxPushCurrent_v2", self._context)
+    def make_current(self) -> Iterator[None]:
+        """Make the GPU current for the calling thread inside the context, because threads start
+        without one."""
+        self.call_function("cuCtxPushCurrent_v2", self._context)
         try:
             yield
         finally:
-            self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+            self.call_function("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
-    def call(self, name: str, *args: object) -> None:
-        """Call a function of the driver with arguments of ctypes; raises CudaError if it fails."""
+    def call_function(self, name: str, *args: object) -> None:
+        """Call a function of the driver with ctypes arguments. Raises CudaError if it fails."""
         status: int = getattr(self._library, name)(*args)
         if status:
             text = ctypes.c_char_p()

@@ -1,9 +1,9 @@
-"""GPU memory of another process of this host, through the CUDA driver's IPC calls.
+"""Maps GPU memory of other processes of this host, through the CUDA driver's IPC calls.
 
-An address that comes from here is valid in kernels of torch's streams (:mod:`.cuda_driver`).
+Addresses from here are valid in kernels on torch's streams (:mod:`.cuda_driver`).
 
-A mapping keeps the memory alive even when the process that owns it is gone: its successor finds it
-free only after :meth:`CudaIpc.close`.
+A mapping keeps the memory alive even after its owner has ended. So the owner's successor finds the
+memory free only after :meth:`CudaIpc.unmap_memory`.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ class _Handle(ctypes.Structure):
 
 
 class CudaIpc:
-    """Exports and maps memory for one GPU. Made as :class:`pd.kernels.cuda_driver.CudaDriver` is,
-    with the same errors."""
+    """Exports and maps memory for one GPU. See :class:`pd.kernels.cuda_driver.CudaDriver` for
+    arguments and errors."""
 
     def __init__(self, ordinal: int) -> None:
         self._driver = CudaDriver(ordinal)
 
-    def export(self, address: int) -> tuple[bytes, int]:
+    def export_memory(self, address: int) -> tuple[bytes, int]:
         """Return a handle of the allocation that contains ``address``, and the offset in it.
 
         Raises:
-            SetupError: memory of this kind cannot be mapped by others (that of expandable
-                segments, say).
+            SetupError: other processes cannot map this kind of memory (for example expandable
+                segments).
         """
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
         handle = _Handle()
         try:
-            with self._driver.current():
-                self._driver.call(
+            with self._driver.make_current():
+                self._driver.call_function(
                     "cuMemGetAddressRange_v2",
                     ctypes.byref(base),
                     ctypes.byref(size),
                     ctypes.c_uint64(address),
                 )
-                self._driver.call("cuIpcGetMemHandle", ctypes.byref(handle), base)
+                self._driver.call_function("cuIpcGetMemHandle", ctypes.byref(handle), base)
         except CudaError as error:
             raise SetupError(
                 f"this memory cannot be exported to other processes ({error}); "
@@ -54,19 +54,19 @@ class CudaIpc:
             ) from error
         return bytes(handle.data), address - base.value
 
-    def open(self, handle: bytes) -> int:
-        """Map the allocation; returns the address of its first byte.
+    def map_memory(self, handle: bytes) -> int:
+        """Map the allocation. Returns the address of its first byte.
 
         Raises:
-            TransferError: the driver refuses, for example because the process is gone or its GPU
+            TransferError: the driver refuses, for example because the process has ended or its GPU
                 is not visible here.
         """
         if len(handle) != HANDLE_BYTES:
             raise TransferError(f"a CUDA IPC handle has {HANDLE_BYTES} bytes, not {len(handle)}")
         address = ctypes.c_uint64()
         try:
-            with self._driver.current():
-                self._driver.call(
+            with self._driver.make_current():
+                self._driver.call_function(
                     "cuIpcOpenMemHandle_v2",
                     ctypes.byref(address),
                     _Handle.from_buffer_copy(handle),
@@ -76,11 +76,11 @@ class CudaIpc:
             raise TransferError(f"the peer's memory cannot be mapped: {error}") from error
         return address.value
 
-    def close(self, address: int) -> None:
-        """Unmap the address that :meth:`open` returned. No kernel may be using it. Raises
+    def unmap_memory(self, address: int) -> None:
+        """Unmap an address from :meth:`map_memory`. No kernel may be using it. Raises
         TransferError."""
         try:
-            with self._driver.current():
-                self._driver.call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
+            with self._driver.make_current():
+                self._driver.call_function("cuIpcCloseMemHandle", ctypes.c_uint64(address))
         except CudaError as error:
             raise TransferError(f"the peer's memory cannot be unmapped: {error}") from error

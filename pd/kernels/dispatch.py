@@ -1,4 +1,4 @@
-"""Whether an operation runs as a Triton kernel or in plain torch."""
+"""Chooses between Triton kernels and plain torch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     import torch
 
 
-def use_triton(x: torch.Tensor) -> bool:
-    """True for a tensor on a CUDA device where Triton is installed."""
+def uses_triton(x: torch.Tensor) -> bool:
+    """Whether operations on ``x`` run as Triton kernels: on a CUDA device, if Triton is
+    installed."""
     return x.is_cuda and _has_triton()
 
 

@@ -1,58 +1,19 @@
-"""Tensor work of drafting with an EAGLE head beside the head's own layer.
-
-The states that a head needs lie in two tables: rows that sequences carry from one pass to the next,
-and the rows of the tokens of a pass.
-"""
+"""Tensor work of drafting with an EAGLE head, except the head's own layer."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch.nn import functional
 
-from pd.kernels.dispatch import use_triton
-from pd.kernels.draft_levels import CHILD_FIELDS
+from pd.kernels.dispatch import uses_triton
+from pd.kernels.draft_tensors import CHILD_FIELDS, DraftRoots, DraftRows, DraftTables, Norms, States
 from pd.kernels.norm import rms_norm
-
-
-class States(NamedTuple):
-    """Rows of two tables of hidden states, one after the other.
-
-    Attributes:
-        first, second: contiguous ``[n, size]`` and ``[m, size]`` of one dtype.
-        places: int64 ``[rows]``: below ``n`` a row of ``first``, else of ``second``; None for all
-            rows of ``first``.
-    """
-
-    first: torch.Tensor
-    second: torch.Tensor
-    places: torch.Tensor | None
-
-    @classmethod
-    def of(cls, rows: torch.Tensor) -> States:
-        """All rows of one table."""
-        return cls(rows, rows[:0], None)
-
-    def gather(self) -> torch.Tensor:
-        """Return the rows, ``[rows, size]``."""
-        if self.places is None:
-            return self.first
-        return torch.cat((self.first, self.second)).index_select(0, self.places)
-
-
-class Norms(NamedTuple):
-    """RMS norms of both halves of :func:`join_states`: weights ``[size]`` each, and epsilon."""
-
-    embedding: torch.Tensor
-    state: torch.Tensor
-    eps: float
 
 
 def join_states(
     token_ids: torch.Tensor, embedding: torch.Tensor, states: States, norms: Norms | None
 ) -> torch.Tensor:
-    """Put the embedding of each token and its state side by side, each normalized if ``norms`` are
+    """Put the embedding and the state of each token side by side, each normalized if ``norms`` are
     given (:func:`pd.kernels.norm.rms_norm`).
 
     Args:
@@ -62,11 +23,11 @@ def join_states(
     Returns:
         ``[rows, 2 * size]``.
     """
-    if use_triton(embedding):
+    if uses_triton(embedding):
         from pd.kernels import drafting_triton
 
         return drafting_triton.join_states(token_ids, embedding, states, norms)
-    embedded, state = functional.embedding(token_ids, embedding), states.gather()
+    embedded, state = functional.embedding(token_ids, embedding), states.gather_rows()
     if norms is not None:
         embedded = rms_norm(embedded, norms.embedding, norms.eps)
         state = rms_norm(state, norms.state, norms.eps)
@@ -80,80 +41,19 @@ def carry_states(
     roots: torch.Tensor,
     last: torch.Tensor,
 ) -> None:
-    """Copy ``fused[roots[i] + 1 + last[i]]`` to ``carried[rows[i]]``; of equal rows any is kept.
+    """Copy ``fused[roots[i] + 1 + last[i]]`` to ``carried[rows[i]]``. If a row occurs twice, one of
+    the writes wins.
 
     Args:
         carried, fused: ``[n, size]`` and ``[tokens, size]`` of one dtype.
         rows, roots, last: int64 ``[works]``.
     """
-    if use_triton(carried):
+    if uses_triton(carried):
         from pd.kernels import drafting_triton
 
         drafting_triton.carry_states(carried, rows, fused, roots, last)
         return
     carried.index_copy_(0, rows, fused.index_select(0, roots + 1 + last))
-
-
-class DraftRows(NamedTuple):
-    """Rows that a head computes together; int64 ``[rows]`` unless noted.
-
-    Each sequence has as many rows, one after another, as the widest pass needs; those that a pass
-    does not need write to the pool's extra page.
-
-    Attributes:
-        tokens: inputs; ``positions`` are theirs in the sequences that they continue.
-        states: ``[rows, size]``, the states of the tokens before them.
-        places, bases, masks: see :class:`pd.kernels.attention.base.DraftAttention`.
-        noise_at: ``[rows, 2]``, seed and position of what each row draws.
-        temperatures: float32.
-    """
-
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    states: torch.Tensor
-    places: torch.Tensor
-    bases: torch.Tensor
-    masks: torch.Tensor
-    noise_at: torch.Tensor
-    temperatures: torch.Tensor
-
-
-class DraftRoots(NamedTuple):
-    """The last known tokens of the sequences to draft for; int64 ``[sequences]`` unless noted. All
-    but ``number`` may be longer.
-
-    Attributes:
-        number: how many sequences there are, ``[1]``.
-        known: where each sequence's token is among the known ones.
-        carried: where its state is among the carried ones.
-        seeds: of the noise. ``temperatures`` are float32.
-        positions: of the tokens in their sequences.
-    """
-
-    number: torch.Tensor
-    known: torch.Tensor
-    carried: torch.Tensor
-    seeds: torch.Tensor
-    temperatures: torch.Tensor
-    positions: torch.Tensor
-
-
-class DraftTables(NamedTuple):
-    """The shape of the drafts, and what is drafted; int64.
-
-    Attributes:
-        levels: ``[depths, LEVEL_HEAD + CHILD_FIELDS * children]``, the same tree for all sequences.
-            For each depth: rows of a sequence in any pass, guesses that follow this depth's, and
-            rows of the next pass. Then for each of these guesses the row that it follows, its rank
-            among the tokens drawn there, its index in the draft, what it sees of the draft as a bit
-            mask, and its row in the next pass, or -1.
-        level: ``[1]``, the depth of the next pass.
-        drafted: ``[sequences, guesses]``, the tokens drafted so far.
-    """
-
-    levels: torch.Tensor
-    level: torch.Tensor
-    drafted: torch.Tensor
 
 
 def start_rows(
@@ -164,15 +64,15 @@ def start_rows(
     positions: torch.Tensor,
     carried: torch.Tensor,
 ) -> None:
-    """Make the rows of the first pass: the first row of each sequence is its last known token.
+    """Make the rows of the first pass. The first row of each sequence is its last known token.
 
     Args:
-        roots: filled but for its ``positions``, which this fills.
+        roots: filled except for its ``positions``, which this fills.
         tables: its ``level`` is set to 0.
-        tokens, positions: int64, the known tokens and where they are in their sequences.
+        tokens, positions: int64, the known tokens and their positions in their sequences.
         carried: ``[n, size]``, the carried states.
     """
-    if use_triton(carried):
+    if uses_triton(carried):
         from pd.kernels import drafting_triton
 
         drafting_triton.start_rows(roots, rows, tables, tokens, positions, carried)
@@ -181,7 +81,7 @@ def start_rows(
     count, width = int(roots.number), int(tables.levels[0, 0])
     index, first = roots.known[:count], torch.arange(count) * width
     roots.positions[:count] = ends = positions[index]
-    _rest(rows)
+    _reset_rows(rows)
     rows.tokens[first], rows.positions[first] = tokens[index], ends
     rows.states[first] = carried[roots.carried[:count]]
     rows.places[first], rows.bases[first] = ends, ends + 1
@@ -197,16 +97,16 @@ def branch_rows(
     target_ids: torch.Tensor | None,
     hidden: torch.Tensor,
 ) -> None:
-    """Note what a pass drew, and make the rows of the next pass: the guesses that have guesses
-    behind them.
+    """Record the tokens that a pass drew, and make the rows of the next pass: the guesses with
+    children.
 
     Args:
         tables: its ``level`` counts up.
         best: int64 ``[rows, ranks]``, columns of the logits, the likeliest first.
-        target_ids: the tokens that columns stand for; None where they are the same.
-        hidden: ``[rows, size]``, the states for what follows each row.
+        target_ids: the tokens that columns stand for; None if columns are tokens.
+        hidden: ``[rows, size]``, the states for the children of each row.
     """
-    if use_triton(hidden):
+    if uses_triton(hidden):
         from pd.kernels import drafting_triton
 
         drafting_triton.branch_rows(roots, rows, tables, best, target_ids, hidden)
@@ -222,7 +122,7 @@ def branch_rows(
     if target_ids is not None:
         tokens = target_ids[tokens]
     tables.drafted[sequence, guess] = tokens
-    _rest(rows)
+    _reset_rows(rows)
     on = row >= 0
     there = sequence * width + row[on]
     ends = roots.positions[:count, None].expand_as(there)
@@ -235,31 +135,31 @@ def branch_rows(
     rows.temperatures[there] = roots.temperatures[:count, None].expand_as(there)
 
 
-def _rest(rows: DraftRows) -> None:
-    """Have no row write to a page of a sequence."""
+def _reset_rows(rows: DraftRows) -> None:
+    """Keep all rows from writing to a page of a sequence."""
     rows.places.fill_(-1)
     rows.bases.fill_(1)
     rows.masks.zero_()
 
 
-def likeliest(
+def find_likeliest(
     logits: torch.Tensor,
     temperatures: torch.Tensor,
     noise_at: torch.Tensor,
     token_ids: torch.Tensor | None,
     count: int,
 ) -> torch.Tensor:
-    """Return the columns with the largest sums of logit, divided by the temperature, and noise, the
-    largest first; without noise at temperature 0. The first is what
+    """Return the columns with the largest sums of noise and logit divided by temperature, the
+    largest first. At temperature 0 there is no noise. The first column is the one that
     :func:`pd.kernels.sampling.sample_rows` draws without filters.
 
     Args:
-        logits: ``[rows, columns]``; the other arguments are those of ``sample_rows``.
+        logits: ``[rows, columns]``. For the other arguments see ``sample_rows``.
 
     Returns:
         int64 ``[rows, count]``.
     """
-    from pd.kernels.sampling import sample_rows, scores
+    from pd.kernels.sampling import compute_scores, sample_rows
 
     if count == 1:
         nothing = (noise_at[:, 0], temperatures, temperatures)
@@ -267,4 +167,4 @@ def likeliest(
             logits, temperatures, noise_at, *nothing, any_filter=False, token_ids=token_ids
         )
         return columns[:, None]
-    return scores(logits, temperatures, noise_at, token_ids).topk(count, dim=-1).indices
+    return compute_scores(logits, temperatures, noise_at, token_ids).topk(count, dim=-1).indices

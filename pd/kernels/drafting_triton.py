@@ -1,4 +1,4 @@
-"""The kernels behind :mod:`pd.kernels.drafting`."""
+"""The kernels for :mod:`pd.kernels.drafting`."""
 
 # Triton's language has no types, so kernels have none either.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -11,16 +11,16 @@ import torch
 import triton
 import triton.language as tl
 
-from pd.kernels.draft_levels import CHILD_FIELDS, LEVEL_HEAD
-from pd.kernels.triton_launch import launch, start_next, wait_for_previous
+from pd.kernels.draft_tensors import CHILD_FIELDS, LEVEL_HEAD
+from pd.kernels.triton_launch import launch_kernel, start_next, wait_for_previous
 
 if TYPE_CHECKING:
-    from pd.kernels.drafting import DraftRoots, DraftRows, DraftTables, Norms, States
+    from pd.kernels.draft_tensors import DraftRoots, DraftRows, DraftTables, Norms, States
 
 
 @triton.jit
-def _scaled(values, weight, eps, SIZE: tl.constexpr):
-    """RMS norm of one row as :func:`pd.kernels.norm.rms_norm` computes it."""
+def _apply_norm(values, weight, eps, SIZE: tl.constexpr):
+    """RMS norm of one row, like :func:`pd.kernels.norm.rms_norm`."""
     wide = values.to(tl.float32)
     wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
     return (wide.to(values.dtype).to(tl.float32) * weight.to(tl.float32)).to(values.dtype)
@@ -61,9 +61,9 @@ def _join_states(
         state = tl.load(first + place * SIZE + columns, mask=mask, other=0.0)
     if NORMED:
         weight = tl.load(embedding_weight + columns, mask=mask, other=0.0)
-        embedded = _scaled(embedded, weight, eps, SIZE)
+        embedded = _apply_norm(embedded, weight, eps, SIZE)
         weight = tl.load(state_weight + columns, mask=mask, other=0.0)
-        state = _scaled(state, weight, eps, SIZE)
+        state = _apply_norm(state, weight, eps, SIZE)
     there = out + row * (2 * SIZE) + columns
     tl.store(there, embedded, mask=mask)
     tl.store(there + SIZE, state, mask=mask)
@@ -93,8 +93,8 @@ def _carry_states(
 
 
 @triton.jit
-def _rest(places, bases, masks, row):
-    """Have a row write to no page of a sequence."""
+def _reset_row(places, bases, masks, row):
+    """Keep a row from writing to a page of a sequence."""
     tl.store(places + row, tl.full((), -1, tl.int64))
     tl.store(bases + row, tl.full((), 1, tl.int64))
     tl.store(masks + row, tl.zeros((), tl.int64))
@@ -141,7 +141,7 @@ def _start_rows(
     if row == 0:
         tl.store(level, tl.zeros((), tl.int64))
     if (root >= tl.load(count)) | (row % width > 0):
-        _rest(places, bases, masks, row)
+        _reset_row(places, bases, masks, row)
     else:
         source = tl.load(index + root)
         position = tl.load(positions + source)
@@ -189,8 +189,8 @@ def _branch_rows(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One guess per program, and the row of the program's number where the next pass has no use for
-    it."""
+    """One guess per program. A program also resets the row of its number if the next pass does not
+    use it."""
     start_next(PDL)
     wait_for_previous(PDL)
     program = tl.program_id(0).to(tl.int64)
@@ -200,7 +200,7 @@ def _branch_rows(
     roots = tl.load(count)
     unused = (program // width >= roots) | (program % width >= following)
     if unused & (program < num_rows):
-        _rest(places, bases, masks, program)
+        _reset_row(places, bases, masks, program)
     if program < roots * children:
         sequence, child = program // children, program % children
         fields = table + HEAD + child * FIELDS
@@ -227,7 +227,7 @@ def _branch_rows(
 
 @triton.jit
 def _count_up(level, PDL: tl.constexpr):
-    """A launch of its own, since all programs of the one before read the level."""
+    """A separate launch, because all programs of the previous one read the level."""
     start_next(PDL)
     wait_for_previous(PDL)
     tl.store(level, tl.load(level) + 1)
@@ -243,7 +243,7 @@ def join_states(
         return out
     weights = (embedding, embedding) if norms is None else (norms.embedding, norms.state)
     block = triton.next_power_of_2(size)
-    launch(
+    launch_kernel(
         _join_states,
         (rows,),
         out.device,
@@ -254,7 +254,7 @@ def join_states(
         BLOCK=block,
         NORMED=norms is not None,
         GATHERED=states.places is not None,
-        num_warps=_warps(block),
+        num_warps=_choose_num_warps(block),
     )
     return out
 
@@ -269,14 +269,14 @@ def carry_states(
     """:func:`pd.kernels.drafting.carry_states`."""
     size = carried.shape[1]
     block = triton.next_power_of_2(size)
-    launch(
+    launch_kernel(
         _carry_states,
         (len(rows),),
         carried.device,
         *(carried, rows, fused, roots, last),
         SIZE=size,
         BLOCK=block,
-        num_warps=_warps(block),
+        num_warps=_choose_num_warps(block),
     )
 
 
@@ -291,14 +291,14 @@ def start_rows(
     """:func:`pd.kernels.drafting.start_rows`."""
     size = carried.shape[1]
     block = triton.next_power_of_2(size)
-    launch(
+    launch_kernel(
         _start_rows,
         (len(rows.tokens),),
         carried.device,
         *(*roots, *rows, tables.levels, tables.level, tokens, positions, carried),
         SIZE=size,
         BLOCK=block,
-        num_warps=_warps(block),
+        num_warps=_choose_num_warps(block),
     )
 
 
@@ -313,7 +313,7 @@ def branch_rows(
     """:func:`pd.kernels.drafting.branch_rows`."""
     size, (count, ranks) = hidden.shape[1], best.shape
     block = triton.next_power_of_2(size)
-    launch(
+    launch_kernel(
         _branch_rows,
         (count * ranks,),
         hidden.device,
@@ -326,10 +326,10 @@ def branch_rows(
         NAMED=target_ids is not None,
         SIZE=size,
         BLOCK=block,
-        num_warps=_warps(block),
+        num_warps=_choose_num_warps(block),
     )
-    launch(_count_up, (1,), hidden.device, tables.level, num_warps=1)
+    launch_kernel(_count_up, (1,), hidden.device, tables.level, num_warps=1)
 
 
-def _warps(block: int) -> int:
+def _choose_num_warps(block: int) -> int:
     return max(1, min(16, block // 512))

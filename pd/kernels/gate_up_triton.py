@@ -1,16 +1,16 @@
-"""Product of many rows with gate and up, and SiLU·mul of it before anything is stored (the kernel
-behind :func:`pd.kernels.linear.gate_up_silu`).
+"""Multiplies many rows with gate and up, and applies SiLU·mul before anything is stored (the kernel
+for :func:`pd.kernels.linear.gate_up_silu`).
 
-Gate and up of 8,192 tokens are 0.5 GB with Llama-3.1-8B, which a kernel of its own reads again to
+Gate and up of 8,192 tokens are 0.5 GB with Llama-3.1-8B. A separate kernel would read them again to
 write half as much. Here a program computes the same columns of both as one tile, side by side, and
-stores their product: on an H200 5 to 8 % less time than cuBLAS's product and that kernel after it
+stores their product. On an H200 this takes 5 to 8 % less time than cuBLAS and the separate kernel
 (``kernels_prompts_gpu``).
 
-One program per multiprocessor takes tiles in turn, so that the loads of the next one begin while
-the last one is stored; neighbouring tiles share rows and columns in the L2 cache. Operands are
-loaded by the tensor memory accelerator (CUDA programming guide, "Tensor Memory Access"), which also
-takes care of tiles that reach over an edge. Unlike small kernels, this one is not launched before
-its predecessor ends (:mod:`pd.kernels.triton_launch`): long prompts took longer with that.
+One program per multiprocessor takes tiles in turn, so the loads of the next tile begin while the
+last one is stored. Neighbouring tiles share rows and columns in the L2 cache. Operands are loaded
+by the tensor memory accelerator (CUDA programming guide, "Tensor Memory Access"), which also
+handles tiles that reach over an edge. Unlike small kernels, we do not launch this one before its
+predecessor ends (:mod:`pd.kernels.triton_launch`), because that made long prompts slower.
 """
 
 # Triton's language has no types, so kernels have none either.
@@ -25,14 +25,14 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from pd.kernels.activation_triton import gated
-from pd.kernels.triton_launch import launch
+from pd.kernels.activation_triton import apply_gate
+from pd.kernels.triton_launch import launch_kernel
 
-# A tile's rows, columns of gate (and as many of up) and inputs at a time, and the number of tiles
-# of rows that share a column's weights before the next column.
+# Rows of a tile, columns of gate (and as many of up), inputs at a time, and the number of row tiles
+# that share a column's weights before the next column.
 _ROWS, _COLUMNS, _DEPTH, _GROUP = 128, 128, 64, 16
-# With fewer tiles for each program cuBLAS is usually faster: it has other tiles for a last round
-# that would be half empty.
+# With fewer tiles per program, cuBLAS is usually faster. It has other tiles for a last round that
+# would be half empty.
 _MIN_TILES = 6
 
 
@@ -64,20 +64,20 @@ def _gate_up_silu(
             both = weight.load([0, column, depth]).reshape(2 * COLUMNS, DEPTH)
             sums = tl.dot(some, both.T, sums)
         gate, up = sums.reshape(ROWS, 2, COLUMNS).permute(0, 2, 1).split()
-        out.store([row, column], gated(gate, up, DTYPE))
+        out.store([row, column], apply_gate(gate, up, DTYPE))
 
 
 @functools.cache
-def _programs(device: torch.device) -> int:
-    """Return the multiprocessors of a GPU of the kind that the kernel is tuned for; 0 for
-    others."""
+def _count_programs(device: torch.device) -> int:
+    """Return the number of multiprocessors of the GPU, if the kernel is tuned for its kind, else
+    0."""
     if torch.cuda.get_device_capability(device)[0] != 9:
         return 0
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether :func:`gate_up_silu` takes these and is the faster: many rows of 2 bytes an element
+def can_multiply(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether :func:`gate_up_silu` supports these and is faster: many rows with 2 bytes per element
     on a Hopper GPU, aligned."""
     tiles = triton.cdiv(len(x), _ROWS) * triton.cdiv(weight.shape[0] // 2, _COLUMNS)
     return (
@@ -87,18 +87,18 @@ def fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
         and weight.shape[0] % 16 == 0
         and weight.is_contiguous()
         and x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
-        and 0 < _MIN_TILES * _programs(x.device) <= tiles
+        and 0 < _MIN_TILES * _count_programs(x.device) <= tiles
     )
 
 
 def gate_up_silu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """:func:`pd.kernels.linear.gate_up_silu` without a bias, of what :func:`fits`."""
+    """:func:`pd.kernels.linear.gate_up_silu` without a bias, if :func:`can_multiply`."""
     x = x.contiguous()
     rows, inputs = x.shape
     size = weight.shape[0] // 2
     out = x.new_empty(rows, size)
-    programs = _programs(x.device) if x.is_cuda else 2
-    launch(
+    programs = _count_programs(x.device) if x.is_cuda else 2
+    launch_kernel(
         _gate_up_silu,
         (programs,),
         x.device,

@@ -1,4 +1,4 @@
-"""The kernel behind :mod:`pd.kernels.kv_copy`: rows of one memory to rows of another."""
+"""The kernel for :mod:`pd.kernels.kv_copy`: rows of one memory to rows of another."""
 
 # Triton's language has no types, so kernels have none either.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -13,15 +13,15 @@ import torch
 import triton
 import triton.language as tl
 
-from pd.kernels.triton_launch import launch
+from pd.kernels.triton_launch import launch_kernel
 
 if TYPE_CHECKING:
     from pd.kernels.triton_launch import Pointer
 
-# Widest access first. Two 8-byte words make the 16 bytes that a thread moves at once.
+# Widest access first. Each thread moves 16 bytes at once, two 8-byte words.
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
-# Words below which a piece of a row is not worth a tile of its own.
+# A piece of a row with fewer words does not get its own tile.
 _MIN_CHUNK = 16
 
 
@@ -30,10 +30,10 @@ class LaunchShape:
     """The distribution of the kernel's work over the GPU.
 
     Attributes:
-        programs: size of the grid; each program walks over many tiles, so that a few
-            multiprocessors suffice and the forward pass keeps the others.
-        tile_bytes: bytes that a program has in its registers at a time; it loads the next tile
-            before it stores this one.
+        programs: size of the grid. Each program walks over many tiles, so a few multiprocessors
+            suffice and the forward pass keeps the others.
+        tile_bytes: bytes that a program holds in registers at a time. It loads the next tile before
+            it stores this one.
         num_warps: warps of a program.
     """
 
@@ -42,7 +42,8 @@ class LaunchShape:
     num_warps: int
 
 
-# A kernel for each combination of multiples of 16 and ones would be compiled during requests.
+# Otherwise Triton would compile a kernel during requests for each combination of multiples of 16
+# and ones.
 _ANY_VALUE = (
     "num_tokens",
     "num_slabs",
@@ -74,7 +75,7 @@ def _load_tile(
     FROM_SLOTS: tl.constexpr,
     TO_SLOTS: tl.constexpr,
 ):
-    """Words ``[TOKENS, CHUNK]`` of a tile and the rows ``[TOKENS]`` where they go, -1 for none."""
+    """Words ``[TOKENS, CHUNK]`` of a tile and their target rows ``[TOKENS]``, -1 for none."""
     chunks: tl.constexpr = (ROW + CHUNK - 1) // CHUNK
     token_tiles = tl.cdiv(num_tokens, TOKENS)
     slab = tile // (chunks * token_tiles)
@@ -119,10 +120,10 @@ def _copy_rows(
     FROM_SLOTS: tl.constexpr,
     TO_SLOTS: tl.constexpr,
 ):
-    """Copy rows of ROW words of ``num_slabs`` slabs; a slab has ``stride`` rows.
+    """Copy rows of ROW words of ``num_slabs`` slabs. A slab has ``stride`` rows.
 
-    A tile is TOKENS rows by CHUNK words. Rows are found by slot, or by token where there are no
-    slots. The loads of a tile are under way before the one ahead is stored.
+    A tile is TOKENS rows by CHUNK words. Rows are found by slot, or by token if there are no slots.
+    The loads of a tile are under way before the previous one is stored.
     """
     chunks: tl.constexpr = (ROW + CHUNK - 1) // CHUNK
     tiles = tl.cdiv(num_tokens, TOKENS) * chunks * num_slabs
@@ -163,8 +164,8 @@ def _copy_rows(
             FROM_SLOTS,
             TO_SLOTS,
         )
-        # NOTE: computed from ``tile`` again, not carried along: the compiler must see that 16 bytes
-        # are adjacent, or it stores them one word at a time.
+        # NOTE: we compute this from ``tile`` again, because the compiler must see that 16 bytes are
+        # adjacent. Otherwise it would store them one word at a time.
         columns = tile % chunks * CHUNK + tl.arange(0, CHUNK)
         mask = (rows >= 0)[:, None]
         if ROW % CHUNK != 0:
@@ -180,9 +181,9 @@ class Side:
 
     Attributes:
         address: address of slab 0.
-        first: the first slab that takes part.
+        first: first slab to copy.
         stride: rows of a slab.
-        slots: the row of each token; None where token t is row t.
+        slots: the row of each token; None if token t is row t.
     """
 
     address: int
@@ -191,15 +192,15 @@ class Side:
     slots: torch.Tensor | None = None
 
 
-def part_of_rows(packed: torch.Tensor, slots: torch.Tensor, index: int, parts: int) -> Side:
-    """Part ``index`` of each row of packed memory, whose rows are ``parts`` rows of pools one
-    behind the other; one row for each of ``slots``."""
+def select_part(packed: torch.Tensor, slots: torch.Tensor, index: int, parts: int) -> Side:
+    """Select part ``index`` of each row of packed memory. Its rows consist of ``parts`` rows of
+    pools, one after the other. The result has one row for each of ``slots``."""
     first = torch.arange(len(slots), dtype=torch.int32, device=slots.device) * parts
     return Side(packed.data_ptr(), 0, len(slots) * parts, first + index)
 
 
 class _Pointer:
-    """An address as an argument of a kernel: it has the two members of a tensor that a launch
+    """An address as an argument of a kernel. It has the two members of a tensor that a launch
     uses."""
 
     def __init__(self, address: int, dtype: torch.dtype) -> None:
@@ -218,7 +219,7 @@ def copy_rows(
     device: torch.device,
     shape: LaunchShape = LOCAL_SHAPE,
 ) -> None:
-    """Queue the copy on the current stream of ``device``. Nothing is checked and nothing is kept
+    """Queue the copy on the current stream of ``device``. It checks nothing and keeps nothing
     alive. On the CPU this works with ``TRITON_INTERPRET=1`` only (for tests)."""
     if not num_tokens or not num_slabs:
         return
@@ -226,11 +227,13 @@ def copy_rows(
         word for word in _WORDS if not (row_bytes | source.address | target.address) % word.itemsize
     )
     row = row_bytes // word.itemsize
-    chunk, tokens = _tile(row, shape.tile_bytes // word.itemsize)
+    chunk, tokens = _choose_tile(row, shape.tile_bytes // word.itemsize)
     tiles = triton.cdiv(num_tokens, tokens) * triton.cdiv(row, chunk) * num_slabs
-    pointers = [_pointer(side, num_slabs, row_bytes, word, device) for side in (source, target)]
+    pointers = [
+        _make_pointer(side, num_slabs, row_bytes, word, device) for side in (source, target)
+    ]
     slots = [pointers[0] if s.slots is None else s.slots for s in (source, target)]
-    launch(
+    launch_kernel(
         _copy_rows,
         (min(shape.programs, tiles),),
         device,
@@ -251,17 +254,17 @@ def copy_rows(
     )
 
 
-def _tile(row: int, tile_words: int) -> tuple[int, int]:
-    """Words and tokens of a tile, both powers of two. A row is cut where that leaves no thread
-    without work. The tile does not depend on the number of tokens, which must not need another
-    kernel."""
+def _choose_tile(row: int, tile_words: int) -> tuple[int, int]:
+    """Choose the words and tokens of a tile, both powers of two. A row is cut if that leaves no
+    thread without work. The tile must not depend on the number of tokens, or Triton would compile
+    more kernels."""
     even = row & -row
     chunk = even if even >= _MIN_CHUNK else triton.next_power_of_2(row)
     chunk = min(chunk, tile_words)
     return chunk, tile_words // chunk
 
 
-def _pointer(
+def _make_pointer(
     side: Side, num_slabs: int, row_bytes: int, word: torch.dtype, device: torch.device
 ) -> Pointer:
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Writing a step's new keys and values into the paged pool."""
+"""Writes a step's new keys and values into the paged pool."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def store_kv(
 
     Args:
         keys, values: one layer of the pool, ``[slots, kv_heads, head_dim]``.
-        slots: int64 ``[tokens]``; where one occurs twice, either token may remain.
+        slots: int64 ``[tokens]``. If one occurs twice, either token may win.
         k, v: ``[tokens, kv_heads, head_dim]``.
     """
     keys.index_copy_(0, slots, k)

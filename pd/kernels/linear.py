@@ -9,16 +9,16 @@ import torch
 from torch.nn import functional
 
 from pd.kernels.activation import silu_and_mul
-from pd.kernels.dispatch import use_triton
+from pd.kernels.dispatch import uses_triton
 
-# Number of rows for which packed weights are laid out. Products of other numbers of rows use the
-# same layout: none is slower than with a layout made for it, and those of a few rows are faster.
+# Packed weights are laid out for this number of rows. Other numbers use the same layout: none is
+# slower than with its own layout, and a few rows are faster.
 _PACKED_ROWS = 16
 # With so few rows, cuBLASLt chooses faster kernels than cuBLAS for matrices with no more outputs
-# than inputs (seen on an H200). Torch calls cuBLASLt where there is a bias.
+# than inputs (measured on an H200). Torch calls cuBLASLt if there is a bias.
 _LT_ROWS = 64
-# Torch and oneDNN keep what they prepared for each number of rows, by default for 1,024 of them
-# each, which makes a process grow that computes prompts of many lengths. They read these variables
+# Torch and oneDNN cache their preparations for each number of rows, by default for 1,024 of them
+# each. So a process that computes prompts of many lengths would grow. They read these variables
 # when they are first used.
 for _variable in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
     os.environ.setdefault(_variable, "128")
@@ -27,9 +27,9 @@ for _variable in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
 def _has_onednn() -> bool:
     """Whether this build of torch has oneDNN's float32 inner product.
 
-    ``functional.linear`` calls MKL, which does not use AVX-512 on processors that are not Intel's;
-    there oneDNN is faster. ``torch.compile`` emits the same operators for frozen weights;
-    they take plain weights or packed ones.
+    ``functional.linear`` calls MKL, which uses AVX-512 only on Intel's processors; on others oneDNN
+    is faster. ``torch.compile`` emits the same operators for frozen weights. They take plain
+    weights or packed ones.
     """
     if not torch.backends.mkldnn.is_available():
         return False
@@ -73,19 +73,19 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
             return x.new_empty(0, weight.shape[0])
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return out
-    if use_triton(x):
+    if uses_triton(x):
         from pd.kernels import linear_triton
 
-        if linear_triton.fits(x, weight):
+        if linear_triton.can_multiply(x, weight):
             return linear_triton.linear(x, weight, bias, is_gated=False)
         outputs, inputs = weight.shape
         if bias is None and x.element_size() == 2 and len(x) <= _LT_ROWS and outputs <= inputs:
-            bias = _zeros(outputs, weight.dtype, weight.device)
+            bias = _make_zero_bias(outputs, weight.dtype, weight.device)
     return functional.linear(x, weight, bias)
 
 
 @functools.cache
-def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _make_zero_bias(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.zeros(size, dtype=dtype, device=device)
 
 
@@ -102,13 +102,13 @@ def gate_up_silu(
     Returns:
         ``[rows, size]``.
     """
-    if use_triton(x):
+    if uses_triton(x):
         from pd.kernels import linear_triton
 
-        if linear_triton.fits(x, weight):
+        if linear_triton.can_multiply(x, weight):
             return linear_triton.linear(x, weight, bias, is_gated=True)
         from pd.kernels import gate_up_triton
 
-        if bias is None and gate_up_triton.fits(x, weight):
+        if bias is None and gate_up_triton.can_multiply(x, weight):
             return gate_up_triton.gate_up_silu(x, weight)
     return silu_and_mul(linear(x, weight, bias))

@@ -1,12 +1,12 @@
-"""Products of a few rows with a matrix: streams of weights (the kernels behind
+"""Products of a few rows with a matrix: streams of weights (the kernels for
 :mod:`pd.kernels.linear`).
 
 With so few rows the time is that of reading the weights once. Enough reads must be under way at
-every moment, also while one kernel follows another: each program requests some of its weights
+every moment, even while one kernel follows another. So each program requests some of its weights
 before it waits for the kernel that computes ``x``.
 
-There is no splitting of the inputs over programs, so a row's result does not depend on the other
-rows, except on whether there are any.
+We do not split the inputs over programs, so a row's result does not depend on the other rows,
+except on whether there are any.
 """
 
 # Triton's language has no types, so kernels have none either.
@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, TypedDict
 import triton
 import triton.language as tl
 
-from pd.kernels.activation_triton import gated
+from pd.kernels.activation_triton import apply_gate
 from pd.kernels.triton_launch import (
-    launch,
+    launch_kernel,
     start_next,
     wait_for_previous,
     zero_after_previous,
@@ -31,7 +31,7 @@ from pd.kernels.triton_launch import (
 if TYPE_CHECKING:
     import torch
 
-# With more rows, cuBLAS is faster; with fewer at most 9 % so, and with some matrices only
+# With more rows, cuBLAS is faster. With fewer it is at most 9 % faster, and only for some matrices
 # (``kernels_gpu``).
 MAX_ROWS = 16
 
@@ -43,7 +43,7 @@ class LinearShape:
     Attributes:
         outputs: rows of the weight that a program computes (when gated, of gate and of up).
         depth: inputs that it loads at a time.
-        num_warps, num_stages: see Triton; stages - 1 tiles of weights are in flight.
+        num_warps, num_stages: see Triton. stages - 1 tiles of weights are in flight.
     """
 
     outputs: int
@@ -52,11 +52,12 @@ class LinearShape:
     num_stages: int
 
 
-# Up to this many outputs that are not gated, the kernel for few rows is also the faster one for a
-# single row (benchmarks/results/kernels_gpu.json: output and down).
+# Up to this many outputs without a gate, the kernel for few rows is also faster for a single row
+# (benchmarks/results/kernels_gpu.json: output and down).
 _NARROW = 4096
-# Keys are the most rows. Values: gated; not gated with at most 4096 outputs, 8192, and more. Tuned
-# on an H200 with Llama-3.1-8B's matrices; those for 16 rows with a loop that read no tile early.
+# Keys are maximum numbers of rows. Values: gated; not gated with at most 4096 outputs, 8192, and
+# more. Tuned on an H200 with Llama-3.1-8B's matrices. Those for 16 rows were tuned with a loop that
+# read no tile early.
 _SHAPES = {
     1: (LinearShape(4, 1024, 4, 4), None, LinearShape(16, 512, 4, 5), LinearShape(8, 1024, 4, 4)),
     16: (
@@ -68,7 +69,7 @@ _SHAPES = {
 }
 
 
-def _shape(rows: int, outputs: int, is_gated: bool) -> LinearShape:
+def _choose_shape(rows: int, outputs: int, is_gated: bool) -> LinearShape:
     shapes = _SHAPES[1 if _has_own_kernel(rows, outputs, is_gated) else MAX_ROWS]
     shape = shapes[0 if is_gated else 1 if outputs <= _NARROW else 2 if outputs <= 8192 else 3]
     assert shape is not None
@@ -76,7 +77,7 @@ def _shape(rows: int, outputs: int, is_gated: bool) -> LinearShape:
 
 
 def _has_own_kernel(rows: int, outputs: int, is_gated: bool) -> bool:
-    """Whether this is a product of one row for which :func:`_one_row` is the faster."""
+    """Whether this is a product of one row for which :func:`_one_row` is faster."""
     return rows == 1 and (is_gated or outputs > _NARROW)
 
 
@@ -98,9 +99,9 @@ def _one_row(
 ):
     """OUTPUTS outputs of the only row, without tensor cores.
 
-    The pipelined loop has its first tiles of weights on their way before it waits. ``x`` is loaded
-    in a branch, which the compiler does not pipeline, so that it is not loaded ahead as well; and
-    from an address that is known after the wait only.
+    The pipelined loop has its first tiles of weights under way before it waits. We load ``x`` in a
+    branch, which the compiler does not pipeline, and from an address that is known only after the
+    wait. So it is not loaded early.
     """
     start_next(PDL)
     mine = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -143,7 +144,7 @@ def _one_row(
         up = tl.sum(ups, 1)
         if BIAS:
             up += tl.load(bias + outputs + rows).to(tl.float32)
-        tl.store(out + mine, gated(result, up, dtype), mask=mine < outputs)
+        tl.store(out + mine, apply_gate(result, up, dtype), mask=mine < outputs)
     else:
         tl.store(out + mine, result.to(dtype), mask=mine < outputs)
 
@@ -167,7 +168,7 @@ def _few_rows(
 ):
     """OUTPUTS outputs of all rows on tensor cores.
 
-    The last tile of weights is read into registers before the wait, and used at the end.
+    We read the last tile of weights into registers before the wait, and use it at the end.
     """
     start_next(PDL)
     mine = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -205,7 +206,7 @@ def _few_rows(
         ups = tl.dot(last_tile, tl.trans(last_u), ups)
         if BIAS:
             ups += tl.load(bias + outputs + rows).to(tl.float32)[None, :]
-        tl.store(there, gated(sums, ups, dtype), mask=exists)
+        tl.store(there, apply_gate(sums, ups, dtype), mask=exists)
     else:
         tl.store(there, sums.to(dtype), mask=exists)
 
@@ -221,8 +222,9 @@ class _KernelSettings(TypedDict):
     num_warps: int
 
 
-def fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether :func:`linear` takes these: 1 to MAX_ROWS rows of 2 bytes an element, aligned."""
+def can_multiply(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether :func:`linear` supports these: 1 to MAX_ROWS rows with 2 bytes per element,
+    aligned."""
     return (
         x.element_size() == 2
         and x.dtype == weight.dtype
@@ -240,16 +242,16 @@ def linear(
     is_gated: bool,
     shape: LinearShape | None = None,
 ) -> torch.Tensor:
-    """:func:`pd.kernels.linear.linear`, or ``gate_up_silu``, of what :func:`fits`.
+    """:func:`pd.kernels.linear.linear`, or ``gate_up_silu``, if :func:`can_multiply`.
 
-    The weight and bias must be in memory already, not be the result of a kernel launched just
+    Weight and bias must be in memory already. They may not be the result of a kernel launched just
     before.
     """
     x = x.contiguous()
     rows, inputs = x.shape
     outputs = weight.shape[0] // 2 if is_gated else weight.shape[0]
     out = x.new_empty(rows, outputs)
-    shape = shape or _shape(rows, outputs, is_gated)
+    shape = shape or _choose_shape(rows, outputs, is_gated)
     arguments = (x, weight, weight if bias is None else bias, out, rows, outputs, inputs)
     common: _KernelSettings = {
         "OUTPUTS": shape.outputs,
@@ -261,7 +263,7 @@ def linear(
     }
     grid = (triton.cdiv(outputs, shape.outputs),)
     if _has_own_kernel(rows, outputs, is_gated):
-        launch(_one_row, grid, x.device, *arguments, **common)
+        launch_kernel(_one_row, grid, x.device, *arguments, **common)
     else:
-        launch(_few_rows, grid, x.device, *arguments, ROWS=MAX_ROWS, **common)
+        launch_kernel(_few_rows, grid, x.device, *arguments, ROWS=MAX_ROWS, **common)
     return out

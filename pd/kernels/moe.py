@@ -1,14 +1,14 @@
-"""A mixture of gated MLPs, of which each token uses a few (Shazeer et al., 2017)."""
+"""A mixture of gated MLPs. Each token uses a few of them (Shazeer et al., 2017)."""
 
 from __future__ import annotations
 
 import torch
 
-from pd.kernels.dispatch import use_triton
+from pd.kernels.dispatch import uses_triton
 from pd.kernels.linear import gate_up_silu, linear
 
 
-def route(
+def route_tokens(
     router_logits: torch.Tensor, top_k: int, normalize: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the experts of each token.
@@ -16,16 +16,16 @@ def route(
     Args:
         router_logits: ``[tokens, experts]``.
         top_k: experts of a token.
-        normalize: scale the weights of a token to sum to 1, which makes them a softmax over the
-            chosen experts alone. Without it they are probabilities of a softmax over all.
+        normalize: whether to scale the weights of a token to sum to 1, which makes them a softmax
+            over the chosen experts alone. Otherwise they are probabilities of a softmax over all.
 
     Returns:
         weights in the dtype of the logits and ids int64, both ``[tokens, top_k]``, likeliest first.
     """
-    if use_triton(router_logits):
+    if uses_triton(router_logits):
         from pd.kernels import moe_triton
 
-        return moe_triton.route(router_logits, top_k, normalize)
+        return moe_triton.route_tokens(router_logits, top_k, normalize)
     probabilities = torch.softmax(router_logits, dim=-1, dtype=torch.float32)
     weights, ids = probabilities.topk(top_k, dim=-1)
     if normalize:
@@ -44,19 +44,19 @@ def moe_mlp(
 
     Args:
         x: ``[tokens, hidden]``.
-        weights, ids: from :func:`route`; the ids of a token differ.
+        weights, ids: from :func:`route_tokens`. The ids of a token differ.
         gate_up: ``[experts, 2 * size, hidden]``, gate then up, contiguous.
         down: ``[experts, hidden, size]``, contiguous.
 
     Returns:
         A new tensor like ``x``.
     """
-    if use_triton(x):
+    if uses_triton(x):
         from pd.kernels import moe_triton
 
         return moe_triton.moe_mlp(x, weights, ids, gate_up, down)
     top_k = ids.shape[1]
-    # Assignments (token, expert) ordered by expert, so that each expert's are one slice.
+    # Assignments (token, expert) in the order of experts, so each expert's are one slice.
     assigned, order = ids.flatten().sort(stable=True)
     tokens, weights = order // top_k, weights.flatten()[order, None]
     counts = torch.bincount(assigned, minlength=len(down)).tolist()

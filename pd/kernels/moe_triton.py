@@ -1,10 +1,10 @@
-"""The kernels behind :mod:`pd.kernels.moe`: a grouped matrix product over tokens sorted by expert.
+"""The kernels for :mod:`pd.kernels.moe`: a grouped matrix product over tokens sorted by expert.
 
-An assignment is a (token, expert) pair; assignment i is the i-th entry of the flattened ids. Sorted
-by expert, each expert's lie side by side and are multiplied in blocks of rows, as MegaBlocks does
-(Gale et al., 2022). How many blocks there are is known on the device alone, so the grid is the most
-that there can be, and programs beyond the last block end at once: nothing waits for the GPU, and
-the launches are the same for the same number of tokens, as CUDA graphs need it.
+An assignment is a (token, expert) pair. Assignment i is entry i of the flattened ids. After sorting
+by expert, each expert's assignments are adjacent and are multiplied in blocks of rows, like in
+MegaBlocks (Gale et al., 2022). Only the device knows the number of blocks, so the grid is the
+largest possible one, and programs beyond the last block end at once. Nothing waits for the GPU, and
+the launches depend only on the number of tokens, because CUDA graphs need that.
 """
 
 # Triton's language has no types, so kernels have none either.
@@ -18,15 +18,15 @@ import torch
 import triton
 import triton.language as tl
 
-from pd.kernels.activation_triton import gated
-from pd.kernels.triton_launch import launch, start_next, wait_for_previous
+from pd.kernels.activation_triton import apply_gate
+from pd.kernels.triton_launch import launch_kernel, start_next, wait_for_previous
 
 _SORT_CHUNK = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """Rows, columns and depth of what a program multiplies at a time, and how it is launched."""
+    """Rows, columns and depth that a program multiplies at a time, and its launch."""
 
     rows: int
     columns: int
@@ -35,8 +35,8 @@ class _Tile:
     num_stages: int
 
 
-def _tile(rows_per_expert: float, dtype: torch.dtype) -> _Tile:
-    """Choose a tile by the rows of an expert: with few rows the product is a stream of weights."""
+def _choose_tile(rows_per_expert: float, dtype: torch.dtype) -> _Tile:
+    """Choose a tile by the rows of an expert. With few rows the product is a stream of weights."""
     if dtype == torch.float32:
         return _Tile(16, 32, 32, 4, 2)
     if rows_per_expert <= 16:
@@ -47,7 +47,7 @@ def _tile(rows_per_expert: float, dtype: torch.dtype) -> _Tile:
 
 
 @triton.jit
-def _route(
+def _route_token(
     router_logits,
     weights,
     ids,
@@ -85,8 +85,8 @@ def _route(
 
 
 @triton.jit(do_not_specialize=("count",))
-def _sort(ids, order, starts, count, CHUNK: tl.constexpr, PDL: tl.constexpr):
-    """One expert per program: where its assignments start, and which they are, in order."""
+def _sort_assignments(ids, order, starts, count, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    """One expert per program: the start of its assignments, and the assignments in order."""
     start_next(PDL)
     wait_for_previous(PDL)
     expert = tl.program_id(0)
@@ -108,9 +108,9 @@ def _sort(ids, order, starts, count, CHUNK: tl.constexpr, PDL: tl.constexpr):
 
 
 @triton.jit
-def _block_of(starts, block, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+def _find_block(starts, block, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     """The expert of a block of rows, its first row and the row after the expert's last. The expert
-    is EXPERTS where there is no such block."""
+    is EXPERTS if there is no such block."""
     experts = tl.arange(0, BLOCK)
     exists = experts < EXPERTS
     first = tl.load(starts + experts, mask=exists, other=0)
@@ -124,7 +124,7 @@ def _block_of(starts, block, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: t
 
 
 @triton.jit
-def _products(
+def _multiply_blocks(
     x,
     matrices,
     out,
@@ -149,7 +149,7 @@ def _products(
     """
     start_next(PDL)
     wait_for_previous(PDL)
-    expert, row, stop = _block_of(starts, tl.program_id(1), EXPERTS, EXPERTS_BLOCK, ROWS)
+    expert, row, stop = _find_block(starts, tl.program_id(1), EXPERTS, EXPERTS_BLOCK, ROWS)
     if expert < EXPERTS:
         rows = row + tl.arange(0, ROWS)
         has_row = rows < stop
@@ -179,7 +179,7 @@ def _products(
                 ups = tl.dot(tile, w, ups, input_precision="ieee")
         dtype: tl.constexpr = out.dtype.element_ty
         if GATED:
-            result = gated(sums, ups, dtype)
+            result = apply_gate(sums, ups, dtype)
         else:
             scale = tl.load(weights + assigned, mask=has_row, other=0.0).to(tl.float32)
             result = (sums * scale[:, None]).to(dtype)
@@ -187,17 +187,17 @@ def _products(
         tl.store(there, result, mask=has_row[:, None] & has_column[None, :])
 
 
-def route(
+def route_tokens(
     router_logits: torch.Tensor, top_k: int, normalize: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`pd.kernels.moe.route`."""
+    """:func:`pd.kernels.moe.route_tokens`."""
     router_logits = router_logits.contiguous()
     tokens, experts = router_logits.shape
     weights = router_logits.new_empty(tokens, top_k)
     ids = torch.empty((tokens, top_k), dtype=torch.int64, device=router_logits.device)
     if tokens:
-        launch(
-            _route,
+        launch_kernel(
+            _route_token,
             (tokens,),
             router_logits.device,
             router_logits,
@@ -212,14 +212,14 @@ def route(
     return weights, ids
 
 
-def _by_expert(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sort assignments by expert: int32 ``[assignments]``, their numbers in that order, and int32
-    ``[experts + 1]``, where each expert's begin among them."""
+def _sort_by_expert(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sort assignments by expert. Returns int32 ``[assignments]``, their numbers in that order, and
+    int32 ``[experts + 1]``, the start of each expert's assignments."""
     count, device = ids.numel(), ids.device
     order = torch.empty(count, dtype=torch.int32, device=device)
     starts = torch.empty(experts + 1, dtype=torch.int32, device=device)
     args = (ids, order, starts, count)
-    launch(_sort, (experts,), device, *args, CHUNK=_SORT_CHUNK, num_warps=4)
+    launch_kernel(_sort_assignments, (experts,), device, *args, CHUNK=_SORT_CHUNK, num_warps=4)
     return order, starts
 
 
@@ -237,9 +237,9 @@ def moe_mlp(
     if count == 0:
         return torch.zeros_like(x)
     x, weights, ids = x.contiguous(), weights.contiguous(), ids.contiguous()
-    order, starts = _by_expert(ids, experts)
+    order, starts = _sort_by_expert(ids, experts)
     inner, results = x.new_empty(count, size), x.new_empty(count, hidden)
-    tile = _tile(count / experts, x.dtype)
+    tile = _choose_tile(count / experts, x.dtype)
     used = min(experts, count)
     blocks = used + (count - used) // tile.rows
     for source, matrices, out, is_gated in (
@@ -248,8 +248,8 @@ def moe_mlp(
     ):
         outputs = out.shape[1]
         columns = tile.columns // 2 if is_gated else tile.columns
-        launch(
-            _products,
+        launch_kernel(
+            _multiply_blocks,
             (triton.cdiv(outputs, columns), blocks),
             x.device,
             source,

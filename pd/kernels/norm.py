@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pd.kernels.dispatch import use_triton
+from pd.kernels.dispatch import uses_triton
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -17,7 +17,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     Returns:
         A new tensor like ``x``.
     """
-    if use_triton(x):
+    if uses_triton(x):
         from pd.kernels import norm_triton
 
         return norm_triton.rms_norm(x, weight, eps)
@@ -43,7 +43,7 @@ def add_rms_norm(
     Returns:
         A new tensor like ``x``.
     """
-    if use_triton(x):
+    if uses_triton(x):
         from pd.kernels import norm_triton
 
         return norm_triton.rms_norm(x, weight, eps, residual)

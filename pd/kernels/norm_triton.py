@@ -1,4 +1,4 @@
-"""The kernels behind :mod:`pd.kernels.norm`."""
+"""The kernels for :mod:`pd.kernels.norm`."""
 
 # Triton's language has no types, so kernels have none either.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pd.kernels.triton_launch import launch, start_next, wait_for_previous
+from pd.kernels.triton_launch import launch_kernel, start_next, wait_for_previous
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def rms_norm(
     if rows.shape[0] == 0:
         return out
     block = triton.next_power_of_2(size)
-    launch(
+    launch_kernel(
         _rms_norm,
         (rows.shape[0],),
         x.device,

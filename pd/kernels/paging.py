@@ -1,6 +1,6 @@
 """Pages and slots of tokens in a paged KV pool.
 
-A pool has a slot for each token that it can hold, and ``page_size`` adjacent slots are a page. Page
+A pool has a slot for each token that it can hold. ``page_size`` adjacent slots are a page, so page
 ``p`` is slots ``[p * page_size, (p + 1) * page_size)``. The page table of a sequence lists the
 pages that its tokens fill one after another.
 """
@@ -16,21 +16,21 @@ Int64Array = npt.NDArray[np.int64]
 Tokens = TypeVar("Tokens", int, Int64Array)
 
 
-def page_count(num_tokens: Tokens, page_size: int) -> Tokens:
-    """Return the pages that ``num_tokens`` tokens need from the beginning of a page on, for one
+def count_needed_pages(num_tokens: Tokens, page_size: int) -> Tokens:
+    """Return the number of pages for ``num_tokens`` tokens from the beginning of a page on, for one
     sequence or for several."""
     return -(-num_tokens // page_size)
 
 
-def token_slots(
+def find_token_slots(
     pages: npt.NDArray[np.integer], positions: npt.NDArray[np.integer], page_size: int
 ) -> Int64Array:
     """Return the slots of tokens of a sequence.
 
     Args:
         pages: page table ``[n]``.
-        positions: positions ``[tokens]`` of the tokens in the sequence, each in
-            ``[0, n * page_size)``.
+        positions: positions ``[tokens]`` of the tokens in the sequence, each in ``[0, n *
+            page_size)``.
 
     Returns:
         int64 ``[tokens]``.

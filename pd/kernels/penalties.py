@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from pd.kernels.dispatch import use_triton
+from pd.kernels.dispatch import uses_triton
 
-# Rows that the reference adjusts at a time, which bounds the memory for intermediate results.
+# Rows that the reference adjusts at a time. This limits the memory for intermediate results.
 _PIECE = 32
 
 
@@ -17,16 +17,16 @@ def count_tokens(
     sampled_rows: torch.Tensor,
     sampled: torch.Tensor | None,
 ) -> None:
-    """Add 1 to ``counts`` for each of ``n`` pairs of a place and a token, as often as it occurs.
+    """Add 1 to ``counts`` for each of ``n`` pairs of a place and a token, counting repeated pairs.
 
     Args:
         counts: contiguous int32 ``[rows, vocab_size]``.
         places: int64 ``[n]``, rows of ``counts``.
         tokens: int64 ``[n]``; -1 stands for a token of ``sampled``.
-        sampled_rows: int64 ``[n]``, which one.
-        sampled: int64 tokens, or None if all ``tokens`` are known. For -1 nothing is counted.
+        sampled_rows: int64 ``[n]``, the index of that token.
+        sampled: int64 tokens, or None if all ``tokens`` are known. A token of -1 is not counted.
     """
-    if use_triton(counts):
+    if uses_triton(counts):
         from pd.kernels import penalties_triton
 
         penalties_triton.count_tokens(counts, places, tokens, sampled_rows, sampled)
@@ -56,14 +56,15 @@ def apply_penalties(
         rows: int64 ``[n]``, rows of ``logits``, each once.
         places: int64 ``[n]``, rows of ``counts`` and ``in_prompt``.
         strengths: float32 ``[n, 3]``: repetition, frequency and presence penalty.
-        counts: contiguous int32 ``[rows, vocab_size]``: how often a token is in the output.
+        counts: contiguous int32 ``[rows, vocab_size]``: number of times that a token is in the
+            output.
         in_prompt: contiguous bool ``[rows, vocab_size]``.
         starts: int64 ``[n + 1]``: row ``i`` follows the drafted tokens from ``starts[i]`` to
             ``starts[i + 1]`` in ``paths``, which count as its output.
         paths: int64, indices into ``drafts``.
         drafts: int64 drafted tokens, or None if ``paths`` is empty.
     """
-    if use_triton(logits):
+    if uses_triton(logits):
         from pd.kernels import penalties_triton
 
         penalties_triton.apply_penalties(

@@ -1,4 +1,4 @@
-"""The kernels behind :mod:`pd.kernels.penalties`."""
+"""The kernels for :mod:`pd.kernels.penalties`."""
 
 # Triton's language has no types, so kernels have none either.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from pd.kernels.triton_launch import launch, start_next, wait_for_previous
+from pd.kernels.triton_launch import launch_kernel, start_next, wait_for_previous
 
 if TYPE_CHECKING:
     import torch
 
-# Pairs of one program, and tokens of one program.
+# Pairs per program, and tokens per program.
 _PAIRS, _BLOCK = 128, 2048
 
 
@@ -31,7 +31,7 @@ def _count_tokens(
     PAIRS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Count tokens; each program has ``PAIRS`` pairs."""
+    """Count tokens. Each program has ``PAIRS`` pairs."""
     start_next(PDL)
     wait_for_previous(PDL)
     pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
@@ -93,9 +93,9 @@ def count_tokens(
     """:func:`pd.kernels.penalties.count_tokens`."""
     if len(places) == 0:
         return
-    # Never read where all tokens are known.
+    # Never read if all tokens are known.
     sampled = tokens if sampled is None else sampled
-    launch(
+    launch_kernel(
         _count_tokens,
         (triton.cdiv(len(places), _PAIRS),),
         counts.device,
@@ -117,9 +117,9 @@ def apply_penalties(
 ) -> None:
     """:func:`pd.kernels.penalties.apply_penalties`."""
     vocab = logits.shape[-1]
-    # Never read where there are no paths.
+    # Never read if there are no paths.
     drafts = paths if drafts is None else drafts
-    launch(
+    launch_kernel(
         _apply_penalties,
         (len(rows), triton.cdiv(vocab, _BLOCK)),
         logits.device,

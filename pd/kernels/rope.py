@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., 2021), rotating the two halves of a head as Llama does."""
+"""Rotary position embedding (Su et al., 2021). It rotates the two halves of a head, like Llama."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from pd.kernels.dispatch import use_triton
+from pd.kernels.dispatch import uses_triton
 from pd.kernels.kv_store import store_kv
 from pd.kernels.norm import rms_norm
 
@@ -23,9 +23,9 @@ def inverse_frequencies(
     """Return the radians per token of each pair of dimensions, float32 ``[head_dim / 2]`` on the
     CPU.
 
-    ``linear`` divides all by ``factor`` (Chen et al., 2023). ``llama3`` (Llama 3.1's release)
-    leaves short wavelengths, divides long ones and blends between ``original_context /
-    high_freq_factor`` and ``original_context / low_freq_factor`` tokens.
+    ``linear`` divides all by ``factor`` (Chen et al., 2023). ``llama3`` (Llama 3.1's release) keeps
+    short wavelengths, divides long ones and blends between ``original_context / high_freq_factor``
+    and ``original_context / low_freq_factor`` tokens.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
     frequencies = 1.0 / (theta**exponents)
@@ -42,7 +42,7 @@ def inverse_frequencies(
     return torch.where(is_between, blended, scaled)
 
 
-def rotations(positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+def compute_rotations(positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
     """Compute cosine and sine of each position's angles.
 
     Args:
@@ -52,10 +52,10 @@ def rotations(positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tenso
     Returns:
         float32 ``[2, tokens, 1, head_dim / 2]``, the same for every layer and head of a step.
     """
-    if use_triton(positions):
+    if uses_triton(positions):
         from pd.kernels import rope_triton
 
-        return rope_triton.rotations(positions, frequencies)
+        return rope_triton.compute_rotations(positions, frequencies)
     angles = positions.to(torch.float32)[:, None, None] * frequencies
     return torch.stack((angles.cos(), angles.sin()))
 
@@ -65,7 +65,7 @@ def apply_rope(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
 
     Args:
         x: ``[tokens, heads, head_dim]``; the last dimension contiguous.
-        cos_sin: from :func:`rotations`.
+        cos_sin: from :func:`compute_rotations`.
 
     Returns:
         A new contiguous tensor like ``x``, computed in float32.
@@ -94,22 +94,22 @@ def rotate_and_store(
     eps: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Do the work between the fused projection and attention: the RMS norm of each head of q and k
-    where the model has one (Qwen3), their rotation, and the write of k and v into the pool.
+    if the model has one (Qwen3), their rotation, and the write of k and v into the pool.
 
     Args:
-        qkv: contiguous ``[tokens, num_heads + 2 * num_kv_heads, head_dim]``; not to be used
-            afterwards, it may hold the results.
-        cos_sin: from :func:`rotations`.
+        qkv: contiguous ``[tokens, num_heads + 2 * num_kv_heads, head_dim]``. Do not use it
+            afterwards, because it may hold the results.
+        cos_sin: from :func:`compute_rotations`.
         keys, values: a layer's pool, contiguous ``[slots, num_kv_heads, head_dim]``.
-        slots: int64 ``[tokens]``, each inside the pool (on a GPU that is not checked).
+        slots: int64 ``[tokens]``, each inside the pool (not checked on a GPU).
         q_weight, k_weight: ``[head_dim]``, both or neither.
         eps: epsilon of the norm.
 
     Returns:
-        q ``[tokens, num_heads, head_dim]``, k and v ``[tokens, num_kv_heads, head_dim]``, of which
-        the last two dimensions are contiguous.
+        q ``[tokens, num_heads, head_dim]``, k and v ``[tokens, num_kv_heads, head_dim]``. Their
+        last two dimensions are contiguous.
     """
-    if use_triton(qkv):
+    if uses_triton(qkv):
         from pd.kernels import rope_triton
 
         return rope_triton.rotate_and_store(

@@ -1,4 +1,4 @@
-"""The kernels behind :mod:`pd.kernels.rope`."""
+"""The kernels for :mod:`pd.kernels.rope`."""
 
 # Triton's language has no types, so kernels have none either.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -9,15 +9,17 @@ import torch
 import triton
 import triton.language as tl
 
-from pd.kernels.triton_launch import launch, start_next, wait_for_previous
+from pd.kernels.triton_launch import launch_kernel, start_next, wait_for_previous
 
-# Heads of a token that one program rotates.
+# Heads of a token per program.
 _HEADS = 8
 
 
 # Without this option the kernel would be compiled again for 1 token and for multiples of 16.
 @triton.jit(do_not_specialize=("tokens",))
-def _rotations(positions, frequencies, out, tokens, HALF: tl.constexpr, BLOCK: tl.constexpr):
+def _compute_rotations(
+    positions, frequencies, out, tokens, HALF: tl.constexpr, BLOCK: tl.constexpr
+):
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < HALF
@@ -28,14 +30,16 @@ def _rotations(positions, frequencies, out, tokens, HALF: tl.constexpr, BLOCK: t
     tl.store(there + tokens.to(tl.int64) * HALF, tl.sin(angles), mask=mask)
 
 
-def rotations(positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
-    """:func:`pd.kernels.rope.rotations`."""
+def compute_rotations(positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+    """:func:`pd.kernels.rope.compute_rotations`."""
     tokens, half = len(positions), len(frequencies)
     out = torch.empty((2, tokens, 1, half), dtype=torch.float32, device=positions.device)
     if tokens:
         block = triton.next_power_of_2(half)
         args = (positions, frequencies, out, tokens)
-        launch(_rotations, (tokens,), out.device, *args, HALF=half, BLOCK=block, num_warps=1)
+        launch_kernel(
+            _compute_rotations, (tokens,), out.device, *args, HALF=half, BLOCK=block, num_warps=1
+        )
     return out
 
 
@@ -58,7 +62,7 @@ def _rotate_and_store(
     NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """HEADS heads of one token: q and k are rotated where they lie; k and v go to the pool."""
+    """HEADS heads of one token: q and k are rotated in place; k and v go to the pool."""
     start_next(PDL)
     wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -117,7 +121,7 @@ def rotate_and_store(
     has_norm = q_weight is not None
     block = triton.next_power_of_2(head_dim // 2)
     if tokens:
-        launch(
+        launch_kernel(
             _rotate_and_store,
             (tokens, triton.cdiv(num_all, _HEADS)),
             qkv.device,

@@ -1,6 +1,6 @@
 """Tensor work of sampling: counter-based noise, and thresholds of top-k, top-p and min-p.
 
-Everything acts on each row by itself, so that a row's token does not depend on its batch.
+Everything acts on each row alone, so a row's token does not depend on its batch.
 """
 
 from __future__ import annotations
@@ -8,29 +8,30 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from pd.kernels.dispatch import use_triton
+from pd.kernels.dispatch import uses_triton
 
 
-def _signed(value: int, bits: int = 32) -> int:
-    """The signed integer with the bits of an unsigned one."""
+def _to_signed(value: int, bits: int = 32) -> int:
+    """Return the signed integer with the bits of an unsigned one."""
     return value - (1 << bits) if value >> (bits - 1) else value
 
 
 _MASK = (1 << 32) - 1
-# The multipliers of the 32-bit mixer "lowbias32" (C. Wellons, hash-prospector, 2018), of which two
-# rounds are applied, and the golden ratio, which spreads consecutive token ids.
+# The multipliers of the 32-bit mixer "lowbias32" (C. Wellons, hash-prospector, 2018), applied in
+# two rounds, and the golden ratio, which spreads consecutive token ids.
 _MIX_A, _MIX_B, _SPREAD = 0x7FEB352D, 0x846CA68B, 0x9E3779B9
 # The increment and multipliers of splitmix64, and an odd number that spreads positions.
-_SPLITMIX_STEP = _signed(0x9E3779B97F4A7C15, 64)
-_SPLITMIX_A, _SPLITMIX_B = _signed(0xBF58476D1CE4E5B9, 64), _signed(0x94D049BB133111EB, 64)
-_POSITION_SPREAD = _signed(0xD1342543DE82EF95, 64)
-# Likeliest tokens that top-p tries first; where they are not enough, 16 times as many, and so on.
+_SPLITMIX_STEP = _to_signed(0x9E3779B97F4A7C15, 64)
+_SPLITMIX_A, _SPLITMIX_B = _to_signed(0xBF58476D1CE4E5B9, 64), _to_signed(0x94D049BB133111EB, 64)
+_POSITION_SPREAD = _to_signed(0xD1342543DE82EF95, 64)
+# Number of likeliest tokens that top-p tries first. If they are not enough, it tries 16 times as
+# many, and so on.
 _CANDIDATES = 256
-# Dividing by less would overflow float32; at this temperature sampling is greedy in all but name.
+# Dividing by less would overflow float32. At this temperature sampling is practically greedy.
 _MIN_TEMPERATURE = 1e-5
 
 
-def noise_keys(noise_at: torch.Tensor) -> torch.Tensor:
+def mix_noise_keys(noise_at: torch.Tensor) -> torch.Tensor:
     """Mix seeds and positions by splitmix64 (Steele et al., 2014).
 
     Args:
@@ -39,38 +40,38 @@ def noise_keys(noise_at: torch.Tensor) -> torch.Tensor:
     Returns:
         int32 ``[rows, 2]`` on the same device, two keys for each row.
     """
-    # int64 products wrap as those of uint64 do.
+    # int64 products wrap like those of uint64.
     z = (noise_at[:, 0] ^ (noise_at[:, 1] * _POSITION_SPREAD)) + _SPLITMIX_STEP
-    z = (z ^ _shift(z, 30)) * _SPLITMIX_A
-    z = (z ^ _shift(z, 27)) * _SPLITMIX_B
-    z = z ^ _shift(z, 31)
-    halves = torch.stack((z & _MASK, _shift(z, 32)), dim=1)
+    z = (z ^ _shift_right(z, 30)) * _SPLITMIX_A
+    z = (z ^ _shift_right(z, 27)) * _SPLITMIX_B
+    z = z ^ _shift_right(z, 31)
+    halves = torch.stack((z & _MASK, _shift_right(z, 32)), dim=1)
     # As int32 with the same bits.
     return ((halves ^ 0x80000000) - 0x80000000).to(torch.int32)
 
 
-def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift right of int64."""
+def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Shift int64 right logically."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """lowbias32 in place. int32 products wrap; masks make the arithmetic shifts logical."""
+def _mix_bits(x: torch.Tensor) -> torch.Tensor:
+    """Apply lowbias32 in place. int32 products wrap. Masks make the arithmetic shifts logical."""
     x ^= (x >> 16) & 0xFFFF
     x *= _MIX_A
     x ^= (x >> 15) & 0x1FFFF
-    x *= _signed(_MIX_B)
+    x *= _to_signed(_MIX_B)
     x ^= (x >> 16) & 0xFFFF
     return x
 
 
-def random_bits(
+def make_random_bits(
     keys: torch.Tensor, vocab_size: int, token_ids: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """A hash of (key, token id).
+    """Hash pairs of a key and a token id.
 
     Args:
-        keys: int32 ``[rows, 2]`` from :func:`noise_keys`.
+        keys: int32 ``[rows, 2]`` from :func:`mix_noise_keys`.
         token_ids: int64 ``[vocab_size]``; by default each number below ``vocab_size``.
 
     Returns:
@@ -79,37 +80,35 @@ def random_bits(
     x = torch.arange(vocab_size, dtype=torch.int32, device=keys.device)
     if token_ids is not None:
         x.copy_(token_ids)
-    x = _mix(x.mul_(_signed(_SPREAD)) ^ keys[:, :1])
-    return _mix(x ^ keys[:, 1:])
+    x = _mix_bits(x.mul_(_to_signed(_SPREAD)) ^ keys[:, :1])
+    return _mix_bits(x ^ keys[:, 1:])
 
 
-def gumbel_noise(
+def make_gumbel_noise(
     keys: torch.Tensor, vocab_size: int, token_ids: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Standard Gumbel noise; ``argmax(logits + noise)`` samples softmax(logits).
+    """Make standard Gumbel noise; ``argmax(logits + noise)`` samples softmax(logits).
 
-    31 bits of the hash make a uniform u in (0, 1), rounded to float32, and ``-log(-log1p(-u))`` is
-    Gumbel. Small u, whose rounding is finest, give the large values, so that even a token of
-    probability 1e-8 is drawn as often as it should be. Values lie in [-2.9, 22.2]: never infinite.
+    We round 31 bits of the hash to a uniform float32 u in (0, 1). Then ``-log(-log1p(-u))`` is
+    Gumbel. Small u, whose rounding is finest, give the large values, so even a token of probability
+    1e-8 is drawn as often as it should be. Values lie in [-2.9, 22.2], never infinite.
 
     Args:
-        keys, token_ids: see :func:`random_bits`.
+        keys, token_ids: see :func:`make_random_bits`.
 
     Returns:
         float32 ``[rows, vocab_size]``.
     """
-    bits = random_bits(keys, vocab_size, token_ids) & 0x7FFFFFFF
+    bits = make_random_bits(keys, vocab_size, token_ids) & 0x7FFFFFFF
     u = bits.to(torch.float32).add_(0.5).mul_(2.0**-31).clamp_(max=1.0 - 2.0**-24)
     return u.neg_().log1p_().neg_().log_().neg_()
 
 
-def filter_threshold(
-    logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
-) -> torch.Tensor:
-    """The smallest logit that top-k and then top-p keep in each row.
+def find_threshold(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Find the smallest logit that top-k and then top-p keep in each row.
 
-    Top-p keeps the smallest set of likeliest tokens whose share of the mass that top-k kept reaches
-    ``top_p``. Tokens equal to the threshold are all kept, so ties need no order.
+    Top-p keeps the smallest set of likeliest tokens that has a share of at least ``top_p`` of the
+    mass kept by top-k. Tokens equal to the threshold are all kept, so ties need no order.
 
     Args:
         logits: float32 ``[rows, vocab_size]``, already divided by the temperature.
@@ -122,20 +121,22 @@ def filter_threshold(
     vocab_size = logits.shape[1]
     limits = torch.where(top_k < vocab_size, top_k, 0)
     width = min(vocab_size, max(_CANDIDATES, int(limits.max())))
-    threshold, is_final = _threshold(logits, top_k, top_p, width)
+    threshold, is_final = _find_threshold_among(logits, top_k, top_p, width)
     while not bool(is_final.all()):
         width = min(vocab_size, 16 * width)
         rows = torch.nonzero(~is_final).flatten()
-        threshold[rows], is_final[rows] = _threshold(logits[rows], top_k[rows], top_p[rows], width)
+        threshold[rows], is_final[rows] = _find_threshold_among(
+            logits[rows], top_k[rows], top_p[rows], width
+        )
     return threshold
 
 
-def _threshold(
+def _find_threshold_among(
     logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute thresholds from each row's ``width`` likeliest tokens, and whether these were enough.
 
-    Masses are running sums from the likeliest down, so that they do not depend on ``width``.
+    Masses are running sums from the likeliest down, so they do not depend on ``width``.
     """
     vocab_size = logits.shape[1]
     values = logits.topk(width, dim=-1).values
@@ -168,32 +169,32 @@ def sample_rows(
     any_filter: bool = True,
     token_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample a token for each row; on a GPU nothing waits for it.
+    """Sample a token for each row. On a GPU nothing waits for it.
 
-    Logits are divided by the temperature; top-k, then top-p (see :func:`filter_threshold`), and
-    min-p exclude tokens; the remaining token with the largest sum of logit and :func:`gumbel_noise`
-    is taken, the first of several. At temperature 0 the largest logit is taken.
+    Logits are divided by the temperature. Top-k, then top-p (see :func:`find_threshold`), and min-p
+    exclude tokens. Of the remaining tokens, the one with the largest sum of logit and
+    :func:`make_gumbel_noise` wins, the first of several. At temperature 0 the largest logit wins.
 
     Args:
-        logits: float32 or bfloat16 ``[rows, vocab_size]``, left as they are. Tokens that must not
-            be sampled may be -inf.
+        logits: float32 or bfloat16 ``[rows, vocab_size]``, not modified. Tokens that must not be
+            sampled may be -inf.
         temperatures: float32 ``[rows]``; 0 is greedy.
         noise_at: int64 ``[rows, 2]``, the seed and the position of each row's noise.
         top_k: int64 ``[rows]``, at least 1; ``vocab_size`` keeps all.
         top_p: float32 ``[rows]``; 1 or more keeps all.
-        min_p: float32 ``[rows]``, the least share of the likeliest token's probability; 0 keeps
+        min_p: float32 ``[rows]``, the minimum share of the likeliest token's probability; 0 keeps
             all.
-        any_random: whether any temperature may differ from 0; otherwise no noise is computed.
+        any_random: whether any temperature may differ from 0. Otherwise no noise is computed.
         any_filter: whether any of the last three may exclude something.
-        token_ids: int64 ``[vocab_size]``, the tokens that the columns stand for, by which noise is
-            drawn; by default column i is token i.
+        token_ids: int64 ``[vocab_size]``, the tokens that the columns stand for, used for the
+            noise; by default column i is token i.
 
     Returns:
         tokens, int64 ``[rows]``, always inside the vocabulary (columns, if ``token_ids`` are
-        given); and bool ``[rows]``: False where the row has a NaN, +inf, or nothing above -inf, so
-        that its token is undefined.
+        given); and bool ``[rows]``: False if the row has a NaN, +inf, or nothing above -inf, which
+        makes its token undefined.
     """
-    if use_triton(logits):
+    if uses_triton(logits):
         from pd.kernels import sampling_triton
 
         rest = top_k, top_p, min_p, any_random, any_filter, _MIN_TEMPERATURE, token_ids
@@ -203,21 +204,21 @@ def sample_rows(
         rows = torch.nonzero(temperatures > 0).flatten()
         scaled = logits[rows].float() / temperatures[rows].clamp(min=_MIN_TEMPERATURE)[:, None]
         if any_filter:
-            _filter(scaled, top_k[rows], top_p[rows], min_p[rows])
-        noise = gumbel_noise(noise_keys(noise_at[rows]), logits.shape[1], token_ids)
+            _filter_logits(scaled, top_k[rows], top_p[rows], min_p[rows])
+        noise = make_gumbel_noise(mix_noise_keys(noise_at[rows]), logits.shape[1], token_ids)
         drawn = scaled.add_(noise).argmax(dim=-1)
         tokens = tokens.index_copy(0, rows, drawn)
     return tokens, torch.isfinite(best)
 
 
-def scores(
+def compute_scores(
     logits: torch.Tensor,
     temperatures: torch.Tensor,
     noise_at: torch.Tensor,
     token_ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the values that :func:`sample_rows` compares without filters: logits divided by the
-    temperature, and noise; at temperature 0 logits alone. Nothing waits for a GPU.
+    temperature, plus noise; at temperature 0 logits alone. Nothing waits for a GPU.
 
     Args:
         logits, temperatures, noise_at, token_ids: see :func:`sample_rows`.
@@ -226,15 +227,15 @@ def scores(
         float32 ``[rows, vocab_size]``.
     """
     divisors = torch.where(temperatures > 0, temperatures.clamp(min=_MIN_TEMPERATURE), 1.0)
-    noise = gumbel_noise(noise_keys(noise_at), logits.shape[1], token_ids)
+    noise = make_gumbel_noise(mix_noise_keys(noise_at), logits.shape[1], token_ids)
     noise.masked_fill_((temperatures <= 0)[:, None], 0.0)
     return (logits.float() / divisors[:, None]).add_(noise)
 
 
-def _filter(
+def _filter_logits(
     scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> None:
-    """Set logits that top-k, top-p and min-p exclude to -inf, in place."""
+    """Set logits excluded by top-k, top-p and min-p to -inf, in place."""
     is_cut = (top_k < scaled.shape[1]) | (top_p < 1)
     rows = torch.nonzero(is_cut | (min_p > 0)).flatten()
     if len(rows) == 0:
@@ -243,5 +244,5 @@ def _filter(
     # log(0) is -inf: a min_p of 0 excludes nothing.
     threshold = min_p[rows, None].log() + mine.amax(-1, keepdim=True)
     if bool(is_cut.any()):
-        threshold = torch.maximum(threshold, filter_threshold(mine, top_k[rows], top_p[rows]))
+        threshold = torch.maximum(threshold, find_threshold(mine, top_k[rows], top_p[rows]))
     scaled[rows] = mine.masked_fill_(mine < threshold, float("-inf"))

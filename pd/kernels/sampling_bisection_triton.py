@@ -1,5 +1,5 @@
-"""Thresholds of rows by bisecting on the bits of one float, first over all tokens until few are
-left in question, then over those alone, which fit a program's registers."""
+"""Finds thresholds of rows by bisecting on the bits of one float: first over all tokens until few
+are left in question, then over those alone, which fit a program's registers."""
 
 # Triton's language has no types, so kernels have none either.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -14,7 +14,7 @@ from pd.kernels.triton_launch import start_next, wait_for_previous
 
 @triton.jit
 def float_order(values):
-    """int32 in the order of the floats, and its own inverse on their bits."""
+    """int32 in the order of the floats. It is its own inverse on their bits."""
     bits = values.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -26,7 +26,7 @@ def value_of_order(order):
 
 
 @triton.jit
-def _amounts(scaled, vocab_size, order, best, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_amounts(scaled, vocab_size, order, best, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
     """Mass (or number, twice) and number of the tokens that are not below ``order``."""
     amounts = tl.zeros([BLOCK], tl.float32)
     counts = tl.zeros([BLOCK], tl.int32)
@@ -57,10 +57,10 @@ def _largest_enough(
     BLOCK: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ):
-    """The order of the largest token such that those not below it amount to ``target``.
+    """The order of the largest token for which the tokens not below it amount to ``target``.
 
-    ``[low, high)`` holds it throughout. What is not below ``high`` amounts to ``above`` and is no
-    more in question.
+    ``[low, high)`` always contains it. Tokens not below ``high`` amount to ``above`` and are no
+    longer in question.
     """
     low, high = float_order(lowest).to(tl.int64), float_order(best).to(tl.int64) + 1
     num_low, num_high, above = num_finite, 0, 0.0
@@ -73,7 +73,7 @@ def _largest_enough(
                 tl.int64
             )
             middle = tl.minimum(tl.maximum(between, low + 1), high - 1)
-        amount, count = _amounts(scaled, vocab_size, middle, best, BY_MASS, BLOCK)
+        amount, count = _sum_amounts(scaled, vocab_size, middle, best, BY_MASS, BLOCK)
         if amount >= target:
             low, num_low = middle, count
         else:
@@ -174,7 +174,7 @@ def whole_row_thresholds(
                 threshold = tl.maximum(threshold, value_of_order(order))
             if limit_p < 1.0:
                 # Among tokens equal to the last of the top k, only enough to make k count.
-                total, count = _amounts(scaled, vocab_size, order, best, True, BLOCK)
+                total, count = _sum_amounts(scaled, vocab_size, order, best, True, BLOCK)
                 if limit_k < count:
                     total -= (count - limit_k).to(tl.float32) * tl.exp(value_of_order(order) - best)
                 order = _largest_enough(

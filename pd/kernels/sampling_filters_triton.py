@@ -1,12 +1,11 @@
-"""Thresholds of top-k, top-p and min-p without sorting: the kernels behind the filters of
+"""Thresholds of top-k, top-p and min-p without sorting: the kernels for the filters of
 :func:`pd.kernels.sampling.sample_rows`.
 
-The wanted threshold is the largest value t for which the tokens that are no smaller than t are
-enough, in number (top-k) or in mass (top-p). Many programs read a row: they count its tokens in
-bins by their distance from the likeliest, and pack those of the likeliest bins, a few thousand. One
-program per row, which keeps these in registers, then bisects on the bits of one float, so ties and
-thresholds are exact. Rows whose threshold lies further down are bisected over all tokens, each by
-one program.
+We want the largest value t for which the tokens that are no smaller than t are enough, in number
+(top-k) or in mass (top-p). Many programs read a row. They count its tokens in bins by their
+distance from the likeliest, and pack the tokens of the likeliest bins, a few thousand. One program
+per row keeps these in registers and bisects on the bits of one float, so ties and thresholds are
+exact. If the threshold lies further down, one program bisects over all tokens of the row.
 """
 
 # Triton's language has no types, so kernels have none either.
@@ -23,25 +22,26 @@ from pd.kernels.sampling_bisection_triton import (
     value_of_order,
     whole_row_thresholds,
 )
-from pd.kernels.triton_launch import launch, start_next, wait_for_previous
+from pd.kernels.triton_launch import launch_kernel, start_next, wait_for_previous
 
-# Tokens of a row that one program counts or packs, and how many likeliest ones are packed at most.
+# Tokens of a row that each program counts or packs, and the maximum number of packed likeliest
+# ones.
 _CHUNK, _CANDIDATES = 4096, 4096
-# Bins have this width in units of the scaled logits, and the last one has the rest.
+# Number of bins, and bins per unit of the scaled logits. The last bin holds the rest.
 _BINS, _BINS_PER_UNIT = 256, 16
-# Tokens that the program of a whole row reads at a time, and how many it keeps in registers.
+# Tokens that the program of a whole row reads at a time, and the number that it keeps in registers.
 _BLOCK, _WHOLE_CANDIDATES = 8192, 2048
 
 
 @triton.jit
-def _scaled(logits, there, mask, temperature, MIN_TEMPERATURE: tl.constexpr):
-    """float32 logits divided by the temperature; -inf where masked."""
+def _load_scaled(logits, there, mask, temperature, MIN_TEMPERATURE: tl.constexpr):
+    """float32 logits divided by the temperature; -inf if masked."""
     values = tl.load(logits + there, mask=mask, other=float("-inf")).to(tl.float32)
     return tl.div_rn(values, tl.maximum(temperature, MIN_TEMPERATURE))
 
 
 @triton.jit
-def _bins(values, best, BINS: tl.constexpr, PER_UNIT: tl.constexpr):
+def _find_bins(values, best, BINS: tl.constexpr, PER_UNIT: tl.constexpr):
     """Bins of finite values that are no larger than ``best``, the likeliest in bin 0."""
     return tl.minimum((best - values) * PER_UNIT, BINS - 1.0).to(tl.int32)
 
@@ -77,7 +77,7 @@ def _measure_chunks(
     if temperature > 0.0:
         tokens = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
         mask = tokens < vocab_size
-        values = _scaled(logits, row * vocab_size + tokens, mask, temperature, MIN_TEMPERATURE)
+        values = _load_scaled(logits, row * vocab_size + tokens, mask, temperature, MIN_TEMPERATURE)
         is_finite = values > float("-inf")
         best = tl.max(tl.where(is_finite, values, float("-inf")), 0)
         mass = tl.where(is_finite, tl.exp(values - best), 0.0)
@@ -103,7 +103,7 @@ def _count_bins(
     PER_UNIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Count the values of one chunk of one row that are in each bin."""
+    """Count the values of one chunk of one row in each bin."""
     start_next(PDL)
     wait_for_previous(PDL)
     row, chunks = tl.program_id(0).to(tl.int64), tl.num_programs(1)
@@ -113,8 +113,10 @@ def _count_bins(
         best = _best_of_row(highest, row, chunks, CHUNKS)
         tokens = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
         mask = tokens < vocab_size
-        values = _scaled(logits, row * vocab_size + tokens, mask, temperature, MIN_TEMPERATURE)
-        found = tl.histogram(_bins(values, best, BINS, PER_UNIT), BINS, mask=values > float("-inf"))
+        values = _load_scaled(logits, row * vocab_size + tokens, mask, temperature, MIN_TEMPERATURE)
+        found = tl.histogram(
+            _find_bins(values, best, BINS, PER_UNIT), BINS, mask=values > float("-inf")
+        )
         there = (row * chunks + tl.program_id(1)) * BINS + tl.arange(0, BINS)
         tl.store(bin_counts + there, found)
 
@@ -134,8 +136,8 @@ def _choose_bins(
     CANDIDATES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Find how many of a row's leading bins have no more than CANDIDATES values together, where
-    each chunk's values go among these, and how many there are."""
+    """Find the number of a row's leading bins with at most CANDIDATES values together, the place of
+    each chunk's values among these, and their number."""
     start_next(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -182,9 +184,9 @@ def _pack_candidates(
         best = _best_of_row(highest, row, chunks, CHUNKS)
         tokens = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
         mask = tokens < vocab_size
-        values = _scaled(logits, row * vocab_size + tokens, mask, temperature, MIN_TEMPERATURE)
+        values = _load_scaled(logits, row * vocab_size + tokens, mask, temperature, MIN_TEMPERATURE)
         is_in = values > float("-inf")
-        is_in = is_in & (_bins(values, best, BINS, PER_UNIT) < tl.load(chosen + 2 * row))
+        is_in = is_in & (_find_bins(values, best, BINS, PER_UNIT) < tl.load(chosen + 2 * row))
         first = tl.load(offsets + row * chunks + tl.program_id(1))
         places = first + tl.cumsum(is_in.to(tl.int32), 0) - 1
         tl.store(candidates + row * CANDIDATES + places, values, mask=is_in)
@@ -192,8 +194,8 @@ def _pack_candidates(
 
 @triton.jit
 def _largest_enough_of(order, amounts, low, high, target):
-    """Does what :func:`pd.kernels.sampling_bisection_triton._largest_enough` does, of values in
-    registers. ``amounts``: 0 for those that do not count."""
+    """Like :func:`pd.kernels.sampling_bisection_triton._largest_enough`, for values in registers.
+    ``amounts`` are 0 for values that do not count."""
     while high - low > 1:
         middle = (low + high) >> 1
         if tl.sum(tl.where(order >= middle, amounts, 0.0), 0) >= target:
@@ -223,7 +225,7 @@ def _candidate_thresholds(
     CANDIDATES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The smallest value that one row's filters keep, if it is among the candidates; otherwise the
+    """The smallest value that one row's filters keep, if it is among the candidates. Otherwise the
     row stays pending."""
     start_next(PDL)
     wait_for_previous(PDL)
@@ -280,7 +282,7 @@ def _candidate_thresholds(
     tl.store(are_pending + row, is_pending)
 
 
-def row_thresholds(
+def find_row_thresholds(
     logits: torch.Tensor,
     temperatures: torch.Tensor,
     top_k: torch.Tensor,
@@ -291,8 +293,8 @@ def row_thresholds(
     chunk: int = _CHUNK,
     max_candidates: int = _CANDIDATES,
 ) -> torch.Tensor:
-    """The smallest logit of each row, divided by the temperature, that the filters keep; on a GPU
-    nothing waits for it.
+    """Find the smallest logit of each row, divided by the temperature, that the filters keep. On a
+    GPU nothing waits for it.
 
     Args:
         logits: contiguous float32 or bfloat16 ``[rows, vocab_size]``.
@@ -300,7 +302,7 @@ def row_thresholds(
         chunk, max_candidates: powers of 2; for tests.
 
     Returns:
-        float32 ``[rows]``, -inf where everything is kept; undefined for greedy rows.
+        float32 ``[rows]``, -inf if everything is kept; undefined for greedy rows.
     """
     rows, vocab_size = logits.shape
     chunks = triton.cdiv(vocab_size, chunk)
@@ -315,7 +317,7 @@ def row_thresholds(
     chosen, are_pending = empty(rows, 2, dtype=torch.int32), empty(rows, dtype=torch.int32)
     candidates, thresholds = empty(rows, max_candidates), empty(rows)
     device, limits = logits.device, (top_k, top_p)
-    launch(
+    launch_kernel(
         _measure_chunks,
         (rows, chunks),
         device,
@@ -324,7 +326,7 @@ def row_thresholds(
         CHUNK=chunk,
         num_warps=8,
     )
-    launch(
+    launch_kernel(
         _count_bins,
         (rows, chunks),
         device,
@@ -336,7 +338,7 @@ def row_thresholds(
         PER_UNIT=_BINS_PER_UNIT,
         num_warps=8,
     )
-    launch(
+    launch_kernel(
         _choose_bins,
         (rows,),
         device,
@@ -346,7 +348,7 @@ def row_thresholds(
         CANDIDATES=max_candidates,
         num_warps=8,
     )
-    launch(
+    launch_kernel(
         _pack_candidates,
         (rows, chunks),
         device,
@@ -359,7 +361,7 @@ def row_thresholds(
         CANDIDATES=max_candidates,
         num_warps=8,
     )
-    launch(
+    launch_kernel(
         _candidate_thresholds,
         (rows,),
         device,
@@ -369,7 +371,7 @@ def row_thresholds(
         CANDIDATES=max_candidates,
         num_warps=8,
     )
-    launch(
+    launch_kernel(
         whole_row_thresholds,
         (rows,),
         device,

@@ -1,4 +1,4 @@
-"""The kernels behind :func:`pd.kernels.sampling.sample_rows`."""
+"""The kernels for :func:`pd.kernels.sampling.sample_rows`."""
 
 # Triton's language has no types, so kernels have none either.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -9,15 +9,15 @@ import torch
 import triton
 import triton.language as tl
 
-from pd.kernels.sampling_filters_triton import row_thresholds
-from pd.kernels.triton_launch import launch, start_next, wait_for_previous
+from pd.kernels.sampling_filters_triton import find_row_thresholds
+from pd.kernels.triton_launch import launch_kernel, start_next, wait_for_previous
 
-# Tokens of a row that one program samples from.
+# Tokens of a row per program.
 _CHUNK = 4096
 
 
 @triton.jit
-def _mix(x):
+def _mix_bits(x):
     """The hash "lowbias32" of pd.kernels.sampling, of uint32."""
     x ^= x >> 16
     x *= 0x7FEB352D
@@ -27,33 +27,33 @@ def _mix(x):
 
 
 @triton.jit
-def _shifted(x, BITS: tl.constexpr):
+def _xor_shift(x, BITS: tl.constexpr):
     """splitmix64's ``x ^ (x >> BITS)`` of uint64."""
     return x ^ (x >> BITS)
 
 
 @triton.jit
-def _noise_keys(noise_at, row):
-    """Two uint32 keys as :func:`pd.kernels.sampling.noise_keys` defines them."""
+def _mix_noise_keys(noise_at, row):
+    """Two uint32 keys as defined by :func:`pd.kernels.sampling.mix_noise_keys`."""
     seed = tl.load(noise_at + 2 * row).to(tl.uint64, bitcast=True)
     position = tl.load(noise_at + 2 * row + 1).to(tl.uint64, bitcast=True)
     z = (seed ^ (position * 0xD1342543DE82EF95)) + 0x9E3779B97F4A7C15
-    z = _shifted(z, 30) * 0xBF58476D1CE4E5B9
-    z = _shifted(z, 27) * 0x94D049BB133111EB
-    z = _shifted(z, 31)
+    z = _xor_shift(z, 30) * 0xBF58476D1CE4E5B9
+    z = _xor_shift(z, 27) * 0x94D049BB133111EB
+    z = _xor_shift(z, 31)
     return (z & 0xFFFFFFFF).to(tl.uint32), (z >> 32).to(tl.uint32)
 
 
 @triton.jit
-def _gumbel(first_key, second_key, tokens):
-    """float32 noise as :func:`pd.kernels.sampling.gumbel_noise` defines it.
+def _make_gumbel(first_key, second_key, tokens):
+    """float32 noise as defined by :func:`pd.kernels.sampling.make_gumbel_noise`.
 
-    log1p by Kahan's correction of log (see Higham, Accuracy and Stability of Numerical Algorithms,
-    section 1.14.1), since Triton has none.
+    Triton has no log1p, so we use Kahan's correction of log (see Higham, Accuracy and Stability of
+    Numerical Algorithms, section 1.14.1).
     """
     x = tokens.to(tl.uint32) * 0x9E3779B9
-    x = _mix(x ^ first_key)
-    x = _mix(x ^ second_key)
+    x = _mix_bits(x ^ first_key)
+    x = _mix_bits(x ^ second_key)
     u = ((x & 0x7FFFFFFF).to(tl.float32) + 0.5) * 4.656612873077393e-10  # 2^-31
     u = tl.minimum(u, 0.9999999403953552)  # 1 - 2^-24
     rest = 1.0 - u
@@ -97,11 +97,11 @@ def _sample_chunks(
             values = tl.div_rn(values, tl.maximum(temperature, MIN_TEMPERATURE))
             if FILTER:
                 values = tl.where(values < tl.load(thresholds + row), float("-inf"), values)
-            first_key, second_key = _noise_keys(noise_at, row)
+            first_key, second_key = _mix_noise_keys(noise_at, row)
             names = tokens
             if NAMED:
                 names = tl.load(token_ids + tokens, mask=tokens < vocab_size, other=0).to(tl.int32)
-            values += _gumbel(first_key, second_key, names)
+            values += _make_gumbel(first_key, second_key, names)
     best = tl.max(values, 0)
     there = row * tl.num_programs(1) + tl.program_id(1)
     tl.store(best_values + there, best)
@@ -147,20 +147,20 @@ def sample_rows(
     min_temperature: float,
     token_ids: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`pd.kernels.sampling.sample_rows`, of contiguous logits."""
+    """:func:`pd.kernels.sampling.sample_rows`, for contiguous logits."""
     rows, vocab_size = logits.shape
     assert logits.is_contiguous()
     chunks = triton.cdiv(vocab_size, _CHUNK)
-    tokens, finite = _empty(logits, rows, torch.int64), _empty(logits, rows, torch.bool)
+    tokens, finite = _make_empty(logits, rows, torch.int64), _make_empty(logits, rows, torch.bool)
     if rows == 0:
         return tokens, finite
-    values = _empty(logits, (rows, chunks))
-    best, finite_chunks = (_empty(logits, (rows, chunks), torch.int32) for _ in range(2))
+    values = _make_empty(logits, (rows, chunks))
+    best, finite_chunks = (_make_empty(logits, (rows, chunks), torch.int32) for _ in range(2))
     is_filtered = any_random and any_filter
     thresholds = values
     if is_filtered:
-        thresholds = row_thresholds(logits, temperatures, top_k, top_p, min_p, min_temperature)
-    launch(
+        thresholds = find_row_thresholds(logits, temperatures, top_k, top_p, min_p, min_temperature)
+    launch_kernel(
         _sample_chunks,
         (rows, chunks),
         logits.device,
@@ -173,7 +173,7 @@ def sample_rows(
         NAMED=token_ids is not None,
         num_warps=8,
     )
-    launch(
+    launch_kernel(
         _best_of_chunks,
         (rows,),
         logits.device,
@@ -185,7 +185,7 @@ def sample_rows(
     return tokens, finite
 
 
-def _empty(
+def _make_empty(
     like: torch.Tensor, shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=like.device)

@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
     Array: TypeAlias = npt.NDArray[np.generic]
 
-# Alignment for vector loads of kernels; a multiple of the size of every dtype.
+# Alignment for vector loads of kernels: a multiple of the size of every dtype.
 ALIGNMENT = 16
 
 
 class PinnedStaging:
     """Packs arrays into pinned memory and queues one copy on the current stream.
 
-    Two buffers take turns, each with an event behind its copy, so an upload can be packed while
-    the last one is still queued behind a running step; only with two copies outstanding does it
-    wait. On a CPU the same without pinning and events.
+    Two buffers take turns, each with an event after its copy. So you can pack an upload while the
+    last one is still queued after a running step. It waits only if two copies are outstanding. On a
+    CPU there is neither pinning nor events.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,62 +32,70 @@ class PinnedStaging:
         self._buffers = [_Buffer(device), _Buffer(device)]
         self._turn = 0
 
-    def upload(
+    def upload_arrays(
         self, arrays: Sequence[Array], out: torch.Tensor | None = None
     ) -> list[torch.Tensor]:
         """Copy ``arrays`` to the device.
 
         Args:
             arrays: any shapes and dtypes that torch has.
-            out: uint8 memory on the device, at least :func:`packed_bytes` of it, that begins at a
-                multiple of 16. Arrays lie in it one after another, so equal sizes mean equal
-                addresses. By default new memory.
+            out: uint8 memory on the device, at least :func:`count_packed_bytes` of it, starting at
+                a multiple of 16; by default new memory. Arrays lie in it one after another, so
+                equal sizes mean equal addresses.
 
         Returns:
             A view for each array, of its shape and dtype.
         """
-        places = self.reserve([(array.shape, array.dtype) for array in arrays])
+        places = self.reserve_arrays([(array.shape, array.dtype) for array in arrays])
         for place, array in zip(places, arrays, strict=True):
             place[...] = array
-        return self.send(places, out)
+        return self.send_arrays(places, out)
 
-    def reserve(self, wanted: Sequence[tuple[tuple[int, ...], npt.DTypeLike]]) -> list[Array]:
-        """Return pinned memory for arrays of these shapes and dtypes, to be written by the caller
-        and then sent; nothing else is uploaded in between. What it holds is left from before."""
+    def reserve_arrays(
+        self, wanted: Sequence[tuple[tuple[int, ...], npt.DTypeLike]]
+    ) -> list[Array]:
+        """Return pinned memory for arrays of these shapes and dtypes. The caller writes to it and
+        then sends it, with no other upload in between. It still holds old content."""
         dtypes = [np.dtype(dtype) for _, dtype in wanted]
         sizes = [
             math.prod(shape) * d.itemsize for (shape, _), d in zip(wanted, dtypes, strict=True)
         ]
-        host, offset, places = self._buffers[self._turn].take(sum(map(_aligned, sizes))), 0, []
+        host, offset, places = (
+            self._buffers[self._turn].take_memory(sum(map(_align_size, sizes))),
+            0,
+            [],
+        )
         for (shape, _), dtype, size in zip(wanted, dtypes, sizes, strict=True):
             places.append(host[offset : offset + size].view(dtype).reshape(shape))
-            offset += _aligned(size)
+            offset += _align_size(size)
         return places
 
-    def send(self, places: Sequence[Array], out: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """Copy what :meth:`reserve` returned to the device; see :meth:`upload`."""
-        size = packed_bytes(places)
+    def send_arrays(
+        self, places: Sequence[Array], out: torch.Tensor | None = None
+    ) -> list[torch.Tensor]:
+        """Copy the result of :meth:`reserve_arrays` to the device; see :meth:`upload_arrays`."""
+        size = count_packed_bytes(places)
         if out is None:
             out = torch.empty(size, dtype=torch.uint8, device=self._device)
-        self._buffers[self._turn].send(out, size)
+        self._buffers[self._turn].copy_out(out, size)
         self._turn = 1 - self._turn
         views, offset = [], 0
         for place in places:
             stop = offset + place.nbytes
             views.append(out[offset:stop].view(_torch_dtype(place.dtype)).view(place.shape))
-            offset = _aligned(stop)
+            offset = _align_size(stop)
         return views
 
 
 class GraphMemory:
-    """Memory on the device that CUDA graphs share: uploads of one graph overwrite those of another,
+    """Memory on the device that CUDA graphs share. Uploads of one graph overwrite those of another,
     in the order of the stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
 
     def __call__(self, size: int) -> torch.Tensor:
-        """Return uint8 memory of at least ``size`` bytes, zero at first. Graphs that use a smaller
+        """Return uint8 memory of at least ``size`` bytes, zero at first. Graphs with a smaller
         memory keep it."""
         if len(self._memory) < size:
             self._memory = torch.zeros(size, dtype=torch.uint8, device=self._memory.device)
@@ -95,14 +103,14 @@ class GraphMemory:
 
 
 class _Buffer:
-    """Host memory and the event that its last copy records."""
+    """Host memory, and the event recorded after its last copy."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
-    def take(self, size: int) -> npt.NDArray[np.uint8]:
+    def take_memory(self, size: int) -> npt.NDArray[np.uint8]:
         """Wait until the last copy is done, and return at least ``size`` bytes to write."""
         if self._copied is not None:
             self._copied.synchronize()
@@ -112,18 +120,19 @@ class _Buffer:
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
         return self._memory.numpy()
 
-    def send(self, out: torch.Tensor, size: int) -> None:
+    def copy_out(self, out: torch.Tensor, size: int) -> None:
         out[:size].copy_(self._memory[:size], non_blocking=True)
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self._device))
 
 
-def packed_bytes(arrays: Sequence[Array]) -> int:
-    """Return the bytes that :meth:`PinnedStaging.upload` needs for these arrays."""
-    return sum(_aligned(array.nbytes) for array in arrays)
+def count_packed_bytes(arrays: Sequence[Array]) -> int:
+    """Return the number of bytes that :meth:`PinnedStaging.upload_arrays` needs for these
+    arrays."""
+    return sum(_align_size(array.nbytes) for array in arrays)
 
 
-def _aligned(size: int) -> int:
+def _align_size(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from pd.kernels.dispatch import use_triton
+from pd.kernels.dispatch import uses_triton
 
-# Tokens of one element of a mask.
+# Tokens per element of a mask.
 BITS = 32
 
 
@@ -19,7 +19,7 @@ def apply_token_masks(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Ten
         masks: contiguous int32 ``[m, ceil(vocab_size / 32)]``: bit ``i % 32`` of element
             ``i // 32`` is 1 if token ``i`` is allowed.
     """
-    if use_triton(logits):
+    if uses_triton(logits):
         from pd.kernels import token_masks_triton
 
         token_masks_triton.apply_token_masks(logits, rows, masks)

@@ -1,4 +1,4 @@
-"""The kernel behind :mod:`pd.kernels.token_masks`."""
+"""The kernel for :mod:`pd.kernels.token_masks`."""
 
 # Triton's language has no types, so kernels have none either.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from pd.kernels.triton_launch import launch, start_next, wait_for_previous
+from pd.kernels.triton_launch import launch_kernel, start_next, wait_for_previous
 
 if TYPE_CHECKING:
     import torch
 
-# Tokens of one program.
+# Tokens per program.
 _BLOCK = 4096
 
 
@@ -46,7 +46,7 @@ def _apply_masks(
 def apply_token_masks(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
     """:func:`pd.kernels.token_masks.apply_token_masks`."""
     vocab = logits.shape[1]
-    launch(
+    launch_kernel(
         _apply_masks,
         (len(rows), triton.cdiv(vocab, _BLOCK)),
         logits.device,

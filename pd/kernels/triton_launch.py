@@ -1,13 +1,13 @@
-"""Launches Triton kernels at little cost for the host, and lets the kernels of a layer overlap.
+"""Launches Triton kernels cheaply for the host, and lets the kernels of a layer overlap.
 
-On GPUs from Hopper on, kernels are launched with programmatic dependent launch (CUDA programming
-guide, "Programmatic Dependent Launch"): a kernel's programs start once all programs of the one
-before it have called :func:`start_next` or ended, and run up to :func:`wait_for_previous`, which
-returns when that one has completed and its results can be read. So launching, and requesting
-weights, costs no time of its own.
+On GPUs from Hopper on, we use programmatic dependent launch (CUDA programming guide, "Programmatic
+Dependent Launch"). A kernel's programs start once all programs of the previous kernel have called
+:func:`start_next` or ended. They run up to :func:`wait_for_previous`, which returns when the
+previous kernel has completed and its results can be read. So launching a kernel and requesting its
+weights costs no extra time.
 
-Every kernel launched this way must wait before it reads or writes anything that another kernel
-writes or reads: its successor takes its end as the end of all kernels before it.
+Every kernel launched this way must wait before it touches anything that another kernel writes or
+reads, because its successor takes its end as the end of all earlier kernels.
 """
 
 # Triton's language has no types, so kernels have none either.
@@ -23,14 +23,14 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from pd.core.compiling import COMPILING
+from pd.util.compiling import COMPILING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
 class Pointer(Protocol):
-    """An argument that stands for memory of the device, as a tensor does."""
+    """An argument that stands for memory of the device, like a tensor."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -48,7 +48,7 @@ class CompiledKernel(Protocol):
 
 
 class TritonKernel(Protocol):
-    """A function under ``triton.jit``."""
+    """A function decorated with ``triton.jit``."""
 
     fn: Callable[..., object]
     arg_names: list[str]
@@ -73,7 +73,7 @@ def wait_for_previous(PDL: tl.constexpr):
 @triton.jit
 def zero_after_previous(PDL: tl.constexpr):
     """Do :func:`wait_for_previous` and return 0, as a value that is not a constant for the
-    compiler: an address to which it is added cannot be read before the wait."""
+    compiler. If you add it to an address, the compiler cannot read from there before the wait."""
     if PDL:
         return tl.inline_asm_elementwise(
             "griddepcontrol.wait; mov.b32 $0, 0;",
@@ -87,7 +87,7 @@ def zero_after_previous(PDL: tl.constexpr):
         return 0
 
 
-def launch(
+def launch_kernel(
     kernel: TritonKernel,
     grid: tuple[int, ...],
     device: torch.device,
@@ -97,23 +97,23 @@ def launch(
 ) -> None:
     """Queue a kernel on the current stream of a device, or interpret it on the CPU.
 
-    Triton looks for the kernel that it compiled for such arguments at each launch, which takes the
-    host longer than the launch itself. Here that is done once for each kind of arguments.
+    At each launch, Triton looks for the kernel that it compiled for such arguments. This takes the
+    host longer than the launch itself, so we do it once for each kind of arguments.
 
     Args:
         args: the kernel's arguments up to the first ``tl.constexpr``: tensors or other pointers,
             descriptors of tensors, and numbers.
-        overlaps: False if no kernel after this one is to begin before it ends. Ignored for kernels
+        overlaps: False if no later kernel may begin before this one ends. Ignored for kernels
             without the argument ``PDL``, which is set here.
         settings: all other arguments by name, and Triton's own, such as ``num_warps``.
     """
     names = kernel.arg_names[len(args) :]
     if "PDL" in names:
-        settings |= _overlap(device, overlaps)
+        settings |= _choose_overlap(device, overlaps)
     if device.type != "cuda":
         kernel[grid](*args, **settings)
         return
-    key = (kernel.fn, device.index, *map(_kind, args), *settings.items())
+    key = (kernel.fn, device.index, *map(_describe_argument, args), *settings.items())
     with torch.cuda.device(device):
         compiled = _COMPILED.get(key)
         if compiled is None:
@@ -128,7 +128,7 @@ _COMPILED: dict[tuple[object, ...], CompiledKernel] = {}
 _AS_THEY_ARE = (int, float, TensorDescriptor)
 
 
-def _kind(x: Argument) -> object:
+def _describe_argument(x: Argument) -> object:
     """Return the properties of an argument for which Triton may compile another kernel."""
     if isinstance(x, int):
         return type(x), x == 1, x % 16 == 0, -(1 << 31) <= x < 1 << 31, x < 1 << 63
@@ -138,7 +138,7 @@ def _kind(x: Argument) -> object:
 
 
 @functools.cache
-def _overlap(device: torch.device, overlaps: bool) -> dict[str, bool]:
+def _choose_overlap(device: torch.device, overlaps: bool) -> dict[str, bool]:
     if overlaps and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9:
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}

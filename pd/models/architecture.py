@@ -1,4 +1,4 @@
-"""The particulars by which an architecture differs from the others."""
+"""The ways in which an architecture differs from the others."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ if TYPE_CHECKING:
 
 
 class Architecture:
-    """Base class of the architectures, one per file, listed in :mod:`pd.models.registry`.
+    """Base class of the architectures. Each has its own file and a line in
+    :mod:`pd.models.registry`.
 
     The base class is Mistral: attention and a gated MLP without biases. Subclasses override
-    attributes and methods where their architecture differs. A file of an architecture imports
-    nothing that imports torch, except inside :meth:`make_model`: a node reads the configuration,
-    and refuses a wrong one, before it spends seconds on torch. A file that defines layers of its
-    own imports torch at its top; then only the refusal of a wrong setting comes later.
+    attributes and methods.
+
+    The file of an architecture imports torch only inside :meth:`make_model`. A node reads its
+    configuration, and refuses a wrong one, before it spends seconds on torch. If you define your
+    own layers, you may import torch at the top. Then wrong settings are merely refused later.
 
     Attributes:
-        defaults: values that transformers assumes for keys which ``config.json`` leaves out, where
-            they are not the same for all architectures.
-        default_eos: the id that ends an answer where no file has the key, as in transformers.
+        defaults: values that transformers assumes for keys missing in ``config.json``, if they
+            depend on the architecture.
+        default_eos: id that ends an answer if no file has the key, as in transformers.
         width_key: key of ``config.json`` for the width of the MLP, or of one expert.
         has_experts: whether the MLP is a sparse mixture of experts.
     """
@@ -33,12 +35,12 @@ class Architecture:
     width_key: ClassVar[str] = "intermediate_size"
     has_experts: ClassVar[bool] = False
 
-    def adapt(self, config: ModelConfig, cfg: Settings) -> ModelConfig:
-        """Set what this architecture sets differently.
+    def adapt_config(self, config: ModelConfig, cfg: Settings) -> ModelConfig:
+        """Apply the particulars of this architecture.
 
         Args:
-            config: as read from the keys that all architectures share; without biases, without
-                norms of q and k, and with experts whose weights are scaled to sum to 1.
+            config: as read from the keys that all architectures share: no biases, no norms of q and
+                k, and experts whose weights are scaled to sum to 1.
             cfg: the content of ``config.json``, completed by :attr:`defaults`.
 
         Returns:
@@ -47,15 +49,16 @@ class Architecture:
         return config
 
     def uses_window(self, cfg: Settings) -> bool:
-        """Whether a ``sliding_window`` that is smaller than the context is in use; a model that
-        uses one is refused."""
+        """Whether a ``sliding_window`` smaller than the context is in use. We refuse models that
+        use one."""
         return True
 
     def make_model(self, config: ModelConfig, tp: TensorParallel) -> CausalLM:
-        """Build one rank's part of the model, its weights still empty.
+        """Build one rank's part of the model, with empty weights.
 
         Args:
-            config: of the rank's part (:meth:`pd.models.config.ModelConfig.divided`).
+            config: configuration of the rank's part
+                (:meth:`pd.models.config.ModelConfig.split_by_ranks`).
         """
         from pd.models.causal_lm import CausalLM
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from pd.kernels.linear import linear, pack_weight
-from pd.kernels.rope import rotations
+from pd.kernels.rope import compute_rotations
 from pd.models.layers import (
     MLP,
     Attention,
@@ -18,9 +18,9 @@ from pd.models.layers import (
     NamedPlaces,
     RMSNorm,
     SparseMoE,
-    empty_parameter,
-    rope_frequencies,
-    within,
+    add_prefix,
+    compute_rope_frequencies,
+    make_parameter,
 )
 from pd.models.tensor_parallel import SINGLE, TensorParallel, WeightDestination
 
@@ -30,12 +30,13 @@ if TYPE_CHECKING:
     from pd.kernels.attention import PlannedAttention
     from pd.models.config import ModelConfig
 
-# Names of the tensors that every checkpoint has.
+# Names of tensors in a checkpoint.
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class DecoderLayer(nn.Module):
-    """Attention and an MLP, each normalized before and added to the residual stream."""
+    """Attention and an MLP. Each is normalized before it and added to the residual stream after
+    it."""
 
     def __init__(self, config: ModelConfig, attention: Attention, mlp: MLP) -> None:
         super().__init__()
@@ -56,29 +57,29 @@ class DecoderLayer(nn.Module):
         layer's attention.
 
         Args:
-            rows: int64, the tokens that are wanted after this layer; None for all. K and V are
-                written for all of them.
+            rows: int64, tokens that are wanted after this layer; None for all. K and V are always
+                written for all tokens.
 
         Returns:
-            The residual stream and the MLP's update, which the next layer adds, of these rows.
+            The residual stream and the MLP's update of these rows. The next layer adds the update.
         """
-        x = self.attention_norm.after_add(hidden, update)
+        x = self.attention_norm.add_and_norm(hidden, update)
         attended = self.attention(x, cos_sin, attention, rows)
         if rows is not None:
             hidden = hidden.index_select(0, rows)
             if len(rows) == 0:
                 return hidden, attended
-        return hidden, self.mlp(self.mlp_norm.after_add(hidden, attended))
+        return hidden, self.mlp(self.mlp_norm.add_and_norm(hidden, attended))
 
-    def checkpoint_tensors(self) -> NamedPlaces:
-        yield from within("input_layernorm", self.attention_norm.checkpoint_tensors())
-        yield from within("self_attn", self.attention.checkpoint_tensors())
-        yield from within("post_attention_layernorm", self.mlp_norm.checkpoint_tensors())
-        yield from within(self.mlp.checkpoint_name, self.mlp.checkpoint_tensors())
+    def list_tensors(self) -> NamedPlaces:
+        yield from add_prefix("input_layernorm", self.attention_norm.list_tensors())
+        yield from add_prefix("self_attn", self.attention.list_tensors())
+        yield from add_prefix("post_attention_layernorm", self.mlp_norm.list_tensors())
+        yield from add_prefix(self.mlp.checkpoint_name, self.mlp.list_tensors())
 
 
-def default_mlp(config: ModelConfig, tp: TensorParallel) -> MLP:
-    """Make the MLP of one layer: a mixture of experts where the configuration has experts."""
+def make_default_mlp(config: ModelConfig, tp: TensorParallel) -> MLP:
+    """Make the MLP of one layer: a mixture of experts if the configuration has experts."""
     return SparseMoE(config, tp) if config.num_experts else GatedMLP(config, tp)
 
 
@@ -90,10 +91,11 @@ class CausalLM(nn.Module):
         make_mlp: makes the MLP of one layer from configuration and ranks.
 
     Attributes:
-        config: configuration of this rank's part (:meth:`pd.models.config.ModelConfig.divided`).
+        config: configuration of this rank's part
+            (:meth:`pd.models.config.ModelConfig.split_by_ranks`).
         tp: the ranks. Each has the whole embedding, and a part of the head's vocabulary.
         aux_layers: layers before which :meth:`forward` copies the residual stream to ``features``,
-            ascending, each once; ``num_layers`` stands for the last layer's output.
+            ascending and distinct; ``num_layers`` stands for the last layer's output.
         aux_normed: whether the last layer's output is copied after the last norm.
     """
 
@@ -105,25 +107,25 @@ class CausalLM(nn.Module):
         tp: TensorParallel = SINGLE,
         *,
         make_attention: Callable[[ModelConfig, int, TensorParallel], Attention] = Attention,
-        make_mlp: Callable[[ModelConfig, TensorParallel], MLP] = default_mlp,
+        make_mlp: Callable[[ModelConfig, TensorParallel], MLP] = make_default_mlp,
     ) -> None:
         super().__init__()
         self.config, self.tp = config, tp
         self.aux_layers: tuple[int, ...] = ()
         self.aux_normed = False
-        self.embedding = empty_parameter(config.vocab_size, config.hidden_size)
+        self.embedding = make_parameter(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             DecoderLayer(config, make_attention(config, layer, tp), make_mlp(config, tp))
             for layer in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if not config.tie_word_embeddings:
-            self.head = empty_parameter(config.vocab_size // tp.size, config.hidden_size)
+            self.head = make_parameter(config.vocab_size // tp.size, config.hidden_size)
         elif tp.size == 1:
             self.head = self.embedding
         else:
-            self.head = self.embedding[tp.part(config.vocab_size)]
-        self._frequencies = rope_frequencies(config).to(self.embedding.device)
+            self.head = self.embedding[tp.slice_part(config.vocab_size)]
+        self._frequencies = compute_rope_frequencies(config).to(self.embedding.device)
 
     def forward(
         self,
@@ -139,18 +141,17 @@ class CausalLM(nn.Module):
         Args:
             token_ids, positions: int64 ``[tokens]``.
             attention: planned for exactly these tokens.
-            layer_done: called with the index of each layer after that layer is launched.
-            rows: int64, the tokens whose hidden states are wanted; None for all. In the last
-                layer only the KV of the other tokens is computed, unless its output is wanted in
-                ``features``.
-            features: overwritten with what ``aux_layers`` chooses, side by side in their order, of
-                all tokens; ``[tokens, len(aux_layers) * hidden_size]`` in the model's dtype. None
-                to compute none; all ranks must agree.
+            layer_done: called with the index of each layer after its launch.
+            rows: int64, tokens whose hidden states are wanted; None for all. For the other tokens,
+                the last layer computes only KV, unless ``features`` needs its output.
+            features: filled with the states chosen by ``aux_layers``, side by side in their order,
+                for all tokens: ``[tokens, len(aux_layers) * hidden_size]`` in the model's dtype.
+                None to compute none; all ranks must agree.
         """
         aux_layers = () if features is None else self.aux_layers
         end = len(self.layers)
         hidden = functional.embedding(token_ids, self.embedding)
-        cos_sin = rotations(positions, self._frequencies)
+        cos_sin = compute_rotations(positions, self._frequencies)
         update = None
         for index, layer in enumerate(self.layers):
             if features is not None and index in aux_layers:
@@ -165,8 +166,9 @@ class CausalLM(nn.Module):
             hidden = hidden if rows is None else hidden.index_select(0, rows)
         return hidden
 
-    def new_features(self, num_tokens: int) -> torch.Tensor | None:
-        """Memory for the ``features`` of a pass over so many tokens; None if there are none."""
+    def allocate_features(self, num_tokens: int) -> torch.Tensor | None:
+        """Allocate the ``features`` of a pass over ``num_tokens`` tokens; None if ``aux_layers`` is
+        empty."""
         if not self.aux_layers:
             return None
         return self.embedding.new_empty(num_tokens, len(self.aux_layers) * self.config.hidden_size)
@@ -174,8 +176,8 @@ class CausalLM(nn.Module):
     def _copy_feature(
         self, layer: int, hidden: torch.Tensor, update: torch.Tensor | None, features: torch.Tensor
     ) -> None:
-        """Copy the residual stream, to which ``update`` is not added yet, to the layer's part of
-        ``features``."""
+        """Copy the residual stream to the layer's part of ``features``. ``update`` is not added to
+        it yet."""
         size, place = hidden.shape[1], self.aux_layers.index(layer)
         part = features[:, place * size : (place + 1) * size]
         if update is not None:
@@ -185,29 +187,29 @@ class CausalLM(nn.Module):
         else:
             part.copy_(hidden)
 
-    def prepare(self) -> None:
-        """Lay the weights out for the kernels. Called once, after loading; afterwards no weight may
-        be read or written by name.
+    def prepare_weights(self) -> None:
+        """Lay the weights out for the kernels. Call this once, after loading. Afterwards you may
+        not access a weight by name.
 
-        One weight at a time exists twice meanwhile.
+        Meanwhile one weight at a time exists twice.
         """
         for module in self.modules():
             if isinstance(module, Linear):
-                module.prepare()
+                module.prepare_weights()
         if not self.config.tie_word_embeddings:
             self.head = nn.Parameter(pack_weight(self.head), requires_grad=False)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute ``[rows, vocab_size]`` in the model's dtype from rows of the result of
         :meth:`forward`."""
         return self.tp.all_gather(linear(self.norm(hidden), self.head))
 
-    def checkpoint_tensors(self) -> NamedPlaces:
-        """List every tensor that a checkpoint must hold, and the memory to read it into."""
+    def list_tensors(self) -> NamedPlaces:
+        """List every tensor of a checkpoint and the memory to read it into."""
         yield EMBEDDING, WeightDestination(self.embedding)
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
-            yield from within(f"model.layers.{index}", layer.checkpoint_tensors())
-        yield from within("model.norm", self.norm.checkpoint_tensors())
+            yield from add_prefix(f"model.layers.{index}", layer.list_tensors())
+        yield from add_prefix("model.norm", self.norm.list_tensors())
         if not self.config.tie_word_embeddings:
             yield HEAD, WeightDestination(self.head, 0)

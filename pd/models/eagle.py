@@ -1,9 +1,9 @@
 """EAGLE heads: one decoder layer that drafts tokens from a target's hidden states.
 
 The slot of token ``t`` in a head's KV joins the fused hidden state of token ``t - 1`` with the
-embedding of token ``t``, at rotary position ``t``; its output predicts token ``t + 1``. What a head
-computes is that of EAGLE-1 and EAGLE-2 (Li et al., 2024) or EAGLE-3 (Li et al., 2025); see
-:mod:`pd.models.eagle_config` for what the checkpoints may say.
+embedding of token ``t``, at rotary position ``t``. Its output predicts token ``t + 1``. The
+computation is that of EAGLE-1 and EAGLE-2 (Li et al., 2024) or EAGLE-3 (Li et al., 2025).
+:mod:`pd.models.eagle_config` describes the supported checkpoints.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import torch
 from torch import nn
 
 from pd.core.errors import UsageError
-from pd.kernels.drafting import Norms, States, join_states
+from pd.kernels.draft_tensors import Norms, States
+from pd.kernels.drafting import join_states
 from pd.kernels.linear import linear, pack_weight
-from pd.kernels.rope import rotate_and_store, rotations
+from pd.kernels.rope import compute_rotations, rotate_and_store
 from pd.models.causal_lm import HEAD
-from pd.models.config import find_checkpoint
+from pd.models.checkpoint import find_checkpoint
 from pd.models.eagle_config import EAGLE3
 from pd.models.layers import (
     Attention,
@@ -27,11 +28,11 @@ from pd.models.layers import (
     Linear,
     NamedPlaces,
     RMSNorm,
-    empty_parameter,
-    rope_frequencies,
-    within,
+    add_prefix,
+    compute_rope_frequencies,
+    make_parameter,
 )
-from pd.models.loader import fill, open_shard, shards
+from pd.models.loader import fill_weights, list_shards, open_shard
 from pd.models.tensor_parallel import SINGLE, WeightDestination
 
 if TYPE_CHECKING:
@@ -42,23 +43,24 @@ if TYPE_CHECKING:
     from pd.models.config import ModelConfig
     from pd.models.eagle_config import EagleConfig
 
-# Names of tensors of a head, as SGLang's and vLLM's loaders bring them into one form.
+# Names of a head's tensors, normalized as in the loaders of SGLang and vLLM.
 _EMBEDDING, _BIAS, _TO_TARGET = "embed_tokens.weight", "fc.bias", "d2t"
-# This tensor names the target's tokens in the draft vocabulary, as d2t does.
+# This tensor maps target tokens to draft tokens. We do not need it, because d2t holds the same map.
 _TO_DRAFT = "t2d"
-# Rows of the embedding that are compared with the target's at a time.
+# Rows of the embedding to compare with the target's at a time.
 _ROWS = 8192
 
 
 class HeadAttention(Attention):
-    """The attention of a head, which can also write K and V alone."""
+    """The attention of a head. It can also write K and V alone."""
 
     def __init__(self, config: ModelConfig, input_size: int) -> None:
         super().__init__(config, 0, SINGLE, input_size)
         self._kv_weight: torch.Tensor | None = None
 
-    def prepare(self) -> None:
-        """Lay out the projections to K and V by themselves, before those to Q, K and V together."""
+    def prepare_weights(self) -> None:
+        """Lay out the projections to K and V separately. Call this before the projection to Q, K
+        and V is laid out."""
         # On a GPU this is the same memory.
         self._kv_weight = pack_weight(self.qkv.weight[self._heads * self._head_dim :].detach())
 
@@ -91,18 +93,18 @@ class HeadAttention(Attention):
 
 
 class EagleHead(nn.Module):
-    """The layer that all heads share; subclasses say what goes in and what comes out.
+    """The layer that all heads share. Subclasses define its inputs and outputs.
 
-    A head is whole on one rank, also where its target is divided among several.
+    A head is whole on one rank, even if its target is divided among several.
 
     Args:
-        embedding: the target's, ``[vocab_size, hidden_size]``; None for one of the head's own.
-        head: an output head of others, ready for :func:`pd.kernels.linear.linear`; None for one of
-            the head's own.
+        embedding: the target's, ``[vocab_size, hidden_size]``; None if the head has its own.
+        head: another model's output head, ready for :func:`pd.kernels.linear.linear`; None if the
+            head has its own.
 
     Attributes:
-        target_ids: int64 ``[draft_vocab_size]``, the id in the target's vocabulary of each column
-            of the logits; None if both vocabularies are equal.
+        target_ids: int64 ``[draft_vocab_size]``, the target's token id for each column of the
+            logits; None if both vocabularies are equal.
     """
 
     embedding: torch.Tensor
@@ -124,35 +126,35 @@ class EagleHead(nn.Module):
         self.attention = HeadAttention(layer, input_size)
         self.mlp_norm = RMSNorm(hidden, layer.rms_norm_eps)
         self.mlp = GatedMLP(layer, SINGLE)
-        # What is shared is no parameter of the head's.
+        # Shared tensors are not parameters of the head.
         self.embedding = (
-            empty_parameter(layer.vocab_size, hidden) if embedding is None else embedding.detach()
+            make_parameter(layer.vocab_size, hidden) if embedding is None else embedding.detach()
         )
         if layer.tie_word_embeddings and config.algorithm == EAGLE3:
             head = self.embedding
         self.head = (
-            empty_parameter(config.draft_vocab_size, hidden) if head is None else head.detach()
+            make_parameter(config.draft_vocab_size, hidden) if head is None else head.detach()
         )
         self.target_ids = None
-        self._frequencies = rope_frequencies(layer).to(self.embedding.device)
+        self._frequencies = compute_rope_frequencies(layer).to(self.embedding.device)
 
     @abstractmethod
-    def fuse(self, features: torch.Tensor) -> torch.Tensor:
-        """Make fused hidden states ``[tokens, hidden_size]`` of the target's
-        ``[tokens, feature_size]``."""
+    def fuse_features(self, features: torch.Tensor) -> torch.Tensor:
+        """Fuse the target's features ``[tokens, feature_size]`` into hidden states ``[tokens,
+        hidden_size]``."""
 
     @abstractmethod
-    def _join(
+    def _join_inputs(
         self, token_ids: torch.Tensor, fused: States
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Make attention's input, and the residual stream, which may be written to; None if it
-        starts as ``fused``."""
+        """Make the input of attention and the residual stream, which may be overwritten. The latter
+        is None if it starts as ``fused``."""
 
     @abstractmethod
-    def _finish(
+    def _finish_layer(
         self, residual: torch.Tensor, update: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add ``update`` to ``residual``, in place; returns the input of the output head and the
+        """Add ``update`` to ``residual`` in place. Returns the input of the output head and the
         hidden state for the next draft."""
 
     def write_kv(
@@ -164,17 +166,19 @@ class EagleHead(nn.Module):
         values: torch.Tensor,
         slots: torch.Tensor,
     ) -> None:
-        """Write K and V of pairs of a token and the fused hidden state of the token before it.
+        """Write K and V for pairs of a token and the fused hidden state of the token before it.
 
         Args:
             token_ids, positions: int64 ``[tokens]``.
-            fused: of ``tokens`` rows of ``hidden_size`` in the head's dtype, from :meth:`fuse` or
-                :meth:`forward`.
+            fused: ``tokens`` rows of ``hidden_size`` in the head's dtype, from
+                :meth:`fuse_features` or :meth:`forward`.
             keys, values: contiguous ``[slots, num_kv_heads, head_dim]``.
             slots: int64 ``[tokens]``.
         """
-        x, _ = self._join(token_ids, fused)
-        self.attention.write_kv(x, rotations(positions, self._frequencies), keys, values, slots)
+        x, _ = self._join_inputs(token_ids, fused)
+        self.attention.write_kv(
+            x, compute_rotations(positions, self._frequencies), keys, values, slots
+        )
 
     def forward(
         self,
@@ -184,7 +188,7 @@ class EagleHead(nn.Module):
         attention: PlannedAttention,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Draft the token after each pair of a token and the fused hidden state of the token before
-        it; their K and V are written.
+        it. K and V of the pairs are written.
 
         Args:
             token_ids, positions: as for :meth:`write_kv`.
@@ -192,35 +196,36 @@ class EagleHead(nn.Module):
             attention: planned for exactly these tokens, over a pool of one layer.
 
         Returns:
-            Logits ``[tokens, draft_vocab_size]``, and ``[tokens, hidden_size]``, which stands for
-            the fused hidden states of ``token_ids`` in the next draft; both in the head's dtype.
+            Logits ``[tokens, draft_vocab_size]``, and states ``[tokens, hidden_size]``, which
+            replace the fused hidden states of ``token_ids`` in the next draft; both in the head's
+            dtype.
         """
-        x, residual = self._join(token_ids, States.of(fused))
-        attended = self.attention(x, rotations(positions, self._frequencies), attention)
+        x, residual = self._join_inputs(token_ids, States.from_rows(fused))
+        attended = self.attention(x, compute_rotations(positions, self._frequencies), attention)
         if residual is None:
             residual = fused + attended
             normed = self.mlp_norm(residual)
         else:
-            normed = self.mlp_norm.after_add(residual, attended)
-        output, hidden = self._finish(residual, self.mlp(normed))
+            normed = self.mlp_norm.add_and_norm(residual, attended)
+        output, hidden = self._finish_layer(residual, self.mlp(normed))
         return linear(output, self.head), hidden
 
-    def prepare(self) -> None:
-        """Lay the weights out for the kernels. Called once, after loading; afterwards no weight may
-        be read or written by name."""
-        self.attention.prepare()
+    def prepare_weights(self) -> None:
+        """Lay the weights out for the kernels. Call this once, after loading. Afterwards you may
+        not access a weight by name."""
+        self.attention.prepare_weights()
         for module in self.modules():
             if isinstance(module, Linear):
-                module.prepare()
+                module.prepare_weights()
         if isinstance(self.head, nn.Parameter):
             self.head = nn.Parameter(pack_weight(self.head), requires_grad=False)
 
-    def checkpoint_tensors(self) -> NamedPlaces:
-        """List every tensor that is read from the checkpoint, except d2t, and its memory."""
-        yield from self.fc.checkpoint_tensors()
-        yield from within("layers.0.self_attn", self.attention.checkpoint_tensors())
-        yield from within("layers.0.post_attention_layernorm", self.mlp_norm.checkpoint_tensors())
-        yield from within("layers.0.mlp", self.mlp.checkpoint_tensors())
+    def list_tensors(self) -> NamedPlaces:
+        """List the tensors to read from the checkpoint, except d2t, and the memory of each."""
+        yield from self.fc.list_tensors()
+        yield from add_prefix("layers.0.self_attn", self.attention.list_tensors())
+        yield from add_prefix("layers.0.post_attention_layernorm", self.mlp_norm.list_tensors())
+        yield from add_prefix("layers.0.mlp", self.mlp.list_tensors())
         if isinstance(self.embedding, nn.Parameter):
             yield _EMBEDDING, WeightDestination(self.embedding)
         if isinstance(self.head, nn.Parameter):
@@ -228,8 +233,8 @@ class EagleHead(nn.Module):
 
 
 class Eagle1Head(EagleHead):
-    """EAGLE-1 and EAGLE-2: ``fc`` joins the embedding and the target's last hidden state; the layer
-    starts without a norm, and its output goes to the target's output head as it is."""
+    """EAGLE-1 and EAGLE-2. ``fc`` joins the embedding and the target's last hidden state. The layer
+    starts without a norm, and its output goes directly to the target's output head."""
 
     def __init__(
         self,
@@ -243,16 +248,16 @@ class Eagle1Head(EagleHead):
         fc = Linear({"fc": hidden}, 2 * hidden, fc_bias)
         super().__init__(config, fc, hidden, embedding, head)
 
-    def fuse(self, features: torch.Tensor) -> torch.Tensor:
+    def fuse_features(self, features: torch.Tensor) -> torch.Tensor:
         return features
 
-    def _join(
+    def _join_inputs(
         self, token_ids: torch.Tensor, fused: States
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         x = self.fc(join_states(token_ids, self.embedding, fused, None))
         return x, x
 
-    def _finish(
+    def _finish_layer(
         self, residual: torch.Tensor, update: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = residual.add_(update)
@@ -260,7 +265,7 @@ class Eagle1Head(EagleHead):
 
 
 class Eagle3Head(EagleHead):
-    """EAGLE-3: ``fc`` fuses the target's hidden states of several layers; attention reads the
+    """EAGLE-3. ``fc`` fuses the target's hidden states of several layers. Attention reads the
     embedding and the fused hidden state side by side, each normalized."""
 
     def __init__(
@@ -279,11 +284,11 @@ class Eagle3Head(EagleHead):
         self.norm = RMSNorm(hidden, eps)
         self._eps = eps
 
-    def fuse(self, features: torch.Tensor) -> torch.Tensor:
+    def fuse_features(self, features: torch.Tensor) -> torch.Tensor:
         fused: torch.Tensor = self.fc(features)
         return fused
 
-    def _join(
+    def _join_inputs(
         self, token_ids: torch.Tensor, fused: States
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         norms = Norms(self.embedding_norm.weight, self.hidden_norm.weight, self._eps)
@@ -292,16 +297,16 @@ class Eagle3Head(EagleHead):
             return x, None
         return x, x[:, self.config.hidden_size :].contiguous()
 
-    def _finish(
+    def _finish_layer(
         self, residual: torch.Tensor, update: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.norm.after_add(residual, update), residual
+        return self.norm.add_and_norm(residual, update), residual
 
-    def checkpoint_tensors(self) -> NamedPlaces:
-        yield from super().checkpoint_tensors()
-        yield from within("layers.0.input_layernorm", self.embedding_norm.checkpoint_tensors())
-        yield from within("layers.0.hidden_norm", self.hidden_norm.checkpoint_tensors())
-        yield from within("norm", self.norm.checkpoint_tensors())
+    def list_tensors(self) -> NamedPlaces:
+        yield from super().list_tensors()
+        yield from add_prefix("layers.0.input_layernorm", self.embedding_norm.list_tensors())
+        yield from add_prefix("layers.0.hidden_norm", self.hidden_norm.list_tensors())
+        yield from add_prefix("norm", self.norm.list_tensors())
 
 
 def load_eagle_head(
@@ -318,29 +323,29 @@ def load_eagle_head(
 ) -> EagleHead:
     """Build the head of ``config`` and fill its weights.
 
-    The embedding is the target's unless the checkpoint holds another; so is the output head.
+    The embedding and the output head are the target's unless the checkpoint holds others.
 
     Args:
         path: the checkpoint's directory (or an id in the local cache); not read for ``dummy``.
         target: the model, loaded and prepared, on ``device`` and in ``dtype``.
         load_format, seed, progress: as for :func:`pd.models.loader.load_model`.
-        target_path: the target's checkpoint, from which its output head is read once more where the
-            target's ranks have parts of it and this head has none.
+        target_path: the target's checkpoint. If its ranks divide the output head and this head has
+            none, the whole head is read from there.
 
     Raises:
-        UsageError: the weights are missing, or are not those of ``config`` (names the tensor), or
-            the target's output head is needed, divided, and ``target_path`` is None.
+        UsageError: the weights are missing or do not match ``config`` (names the tensor), or a
+            divided output head is needed and ``target_path`` is None.
     """
     is_dummy = load_format == "dummy"
-    stored = set() if is_dummy else _stored_names(find_checkpoint(path))
+    stored = set() if is_dummy else _list_stored_names(find_checkpoint(path))
     embedding: torch.Tensor | None = target.embedding
     if config.hidden_size != target.config.hidden_size or (
-        _EMBEDDING in stored and not _same_embedding(find_checkpoint(path), target.embedding)
+        _EMBEDDING in stored and not _has_target_embedding(find_checkpoint(path), target.embedding)
     ):
         embedding = None
     head = None
     if _needs_target_head(config, stored, is_dummy):
-        head = _whole_head(target, target_path, load_format, seed, path)
+        head = _load_target_head(target, target_path, load_format, seed, path)
     kind = Eagle3Head if config.algorithm == EAGLE3 else Eagle1Head
     with torch.device(device):
         previous = torch.get_default_dtype()
@@ -351,48 +356,48 @@ def load_eagle_head(
         finally:
             torch.set_default_dtype(previous)
     shared = {_TO_TARGET, _TO_DRAFT} | ({_EMBEDDING} if embedding is not None else set())
-    fill(
-        dict(eagle.checkpoint_tensors()),
+    fill_weights(
+        dict(eagle.list_tensors()),
         path,
         load_format,
         seed,
         progress,
         SINGLE,
-        lambda name, stored, shard: _canonical(name) in shared,
-        _canonical,
+        lambda name, stored, shard: _normalize_name(name) in shared,
+        _normalize_name,
     )
-    eagle.target_ids = _target_ids(path, config, is_dummy, _TO_TARGET in stored, device)
-    eagle.prepare()
+    eagle.target_ids = _read_target_ids(path, config, is_dummy, _TO_TARGET in stored, device)
+    eagle.prepare_weights()
     return eagle.eval()
 
 
-def _canonical(name: str) -> str:
-    """Bring the spellings of a tensor's name into one."""
+def _normalize_name(name: str) -> str:
+    """Reduce the spellings of a tensor's name to one."""
     name = name.removeprefix("model.")
     return f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name
 
 
-def _stored_names(directory: Path) -> set[str]:
+def _list_stored_names(directory: Path) -> set[str]:
     names: set[str] = set()
-    for shard in shards(directory):
+    for shard in list_shards(directory):
         with open_shard(shard) as stored:
-            names.update(map(_canonical, stored.keys()))
+            names.update(map(_normalize_name, stored.keys()))
     return names
 
 
-def _read(directory: Path, wanted: str) -> torch.Tensor:
-    """Read one tensor, which exists, to the CPU."""
-    for shard in shards(directory):
+def _read_tensor(directory: Path, wanted: str) -> torch.Tensor:
+    """Read an existing tensor to the CPU."""
+    for shard in list_shards(directory):
         with open_shard(shard) as stored:
             for name in stored.keys():  # noqa: SIM118
-                if _canonical(name) == wanted:
+                if _normalize_name(name) == wanted:
                     return stored.get_tensor(name)
     raise AssertionError(f"{wanted} is among the stored names")
 
 
-def _same_embedding(directory: Path, embedding: torch.Tensor) -> bool:
+def _has_target_embedding(directory: Path, embedding: torch.Tensor) -> bool:
     """Whether the checkpoint repeats the target's embedding, in the target's dtype."""
-    own = _read(directory, _EMBEDDING)
+    own = _read_tensor(directory, _EMBEDDING)
     return own.shape == embedding.shape and all(
         torch.equal(rows.to(embedding.device, embedding.dtype), theirs)
         for rows, theirs in zip(own.split(_ROWS), embedding.split(_ROWS), strict=True)
@@ -400,8 +405,8 @@ def _same_embedding(directory: Path, embedding: torch.Tensor) -> bool:
 
 
 def _needs_target_head(config: EagleConfig, stored: set[str], is_dummy: bool) -> bool:
-    """Whether the output head is the target's: EAGLE-1's is, and EAGLE-3's where the checkpoint
-    holds none and both have the same tokens."""
+    """Whether the output head is the target's. EAGLE-1's is. EAGLE-3's is if the checkpoint holds
+    none and both have the same tokens."""
     if config.algorithm != EAGLE3:
         return HEAD not in stored
     is_alike = (config.draft_vocab_size, config.hidden_size) == (
@@ -412,7 +417,7 @@ def _needs_target_head(config: EagleConfig, stored: set[str], is_dummy: bool) ->
     return is_alike and not is_dummy and not is_tied and HEAD not in stored
 
 
-def _whole_head(
+def _load_target_head(
     target: CausalLM, target_path: str | Path | None, load_format: str, seed: int, path: str | Path
 ) -> torch.Tensor:
     """Return the target's output head, whole and packed."""
@@ -427,21 +432,23 @@ def _whole_head(
         )
     whole = torch.empty_like(target.embedding)
     place = {HEAD: WeightDestination(whole)}
-    fill(place, target_path, load_format, seed, False, SINGLE, lambda name, stored, shard: True)
+    fill_weights(
+        place, target_path, load_format, seed, False, SINGLE, lambda name, stored, shard: True
+    )
     return pack_weight(whole)
 
 
-def _target_ids(
+def _read_target_ids(
     path: str | Path, config: EagleConfig, is_dummy: bool, has_map: bool, device: torch.device | str
 ) -> torch.Tensor | None:
-    """Return :attr:`EagleHead.target_ids`. The checkpoint's ``d2t`` holds, for each row of the
-    head, how much larger the token's id in the target's vocabulary is."""
+    """Return :attr:`EagleHead.target_ids`. For each row of the head, the checkpoint's ``d2t`` holds
+    the difference between target id and row number."""
     size, vocab_size = config.draft_vocab_size, config.layer.vocab_size
     draft_ids = torch.arange(size)
     if is_dummy:
         ids = draft_ids * vocab_size // size
     elif has_map:
-        larger = _read(find_checkpoint(path), _TO_TARGET)
+        larger = _read_tensor(find_checkpoint(path), _TO_TARGET)
         if larger.is_floating_point() or larger.shape != (size,):
             raise UsageError(
                 f"{path}: tensor {_TO_TARGET} is {larger.dtype} {list(larger.shape)}, "

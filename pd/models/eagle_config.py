@@ -1,32 +1,36 @@
 """The configuration of an EAGLE head, read from the ``config.json`` of a published checkpoint.
 
 An EAGLE head is one decoder layer that drafts tokens for a larger model, the target, from the
-target's hidden states: EAGLE-1 and EAGLE-2 (Li et al., 2024), which differ only in how drafts are
-searched, from the last one, and EAGLE-3 (Li et al., 2025) from those of several layers. The layouts
-are those that SGLang, vLLM, SpecForge and speculators write. Importing this does not import torch.
+target's hidden states. EAGLE-1 and EAGLE-2 (Li et al., 2024) use the last one, and differ only in
+how they search drafts. EAGLE-3 (Li et al., 2025) uses several layers. We support the layouts of
+SGLang, vLLM, SpecForge and speculators. Importing this does not import torch.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pd.core.errors import UnsupportedModelError, UsageError
-from pd.models.config import ModelConfig, find_checkpoint, hash_weights
-from pd.models.refusals import check_neutral, refuse
+from pd.models.checkpoint import find_checkpoint, hash_weights
+from pd.models.config_reader import parse_model_config
+from pd.models.refusals import check_neutral, refuse_setting
 from pd.models.registry import ARCHITECTURES
-from pd.models.settings import mapping, positive_int_or, read_json
+from pd.models.settings import get_mapping, get_positive_int_or, read_json
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from pd.models.config import ModelConfig
     from pd.models.settings import Settings
 
 EAGLE, EAGLE3 = "eagle", "eagle3"
 
 # Algorithm and ``model_type`` of the layer by the first name under ``architectures``. The heads of
-# EAGLE's authors say LlamaForCausalLM; those for EAGLE-3 have a draft vocabulary.
+# EAGLE's authors say LlamaForCausalLM; their EAGLE-3 heads have a draft vocabulary.
 _ARCHITECTURES: dict[str, tuple[str, str]] = {
     "LlamaForCausalLMEagle": (EAGLE, "llama"),
     "EagleLlamaForCausalLM": (EAGLE, "llama"),
@@ -37,7 +41,7 @@ _ARCHITECTURES: dict[str, tuple[str, str]] = {
 }
 _AUTHORS_NAME = "LlamaForCausalLM"
 
-# Values with which a setting of a head leaves results as they are, as in pd.models.refusals.
+# Harmless values of a head's settings, as in pd.models.refusals.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "fc_norm": (None, False),
     "norm_output": (None, False),
@@ -69,17 +73,17 @@ _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """An EAGLE head and what it reads of its target.
+    """An EAGLE head and the states of the target that it reads.
 
     Attributes:
         algorithm: ``eagle`` (EAGLE-1 and EAGLE-2) or ``eagle3``.
-        layer: the decoder layer, as a model of one layer; its vocabulary is the target's.
-        aux_layers: layers of the target before which its residual stream is read, ascending;
-            the target's number of layers stands for the last layer's output.
+        layer: the decoder layer, as a model of one layer. Its vocabulary is the target's.
+        aux_layers: layers of the target before which its residual stream is read, ascending. The
+            target's number of layers stands for the last layer's output.
         normed: whether the last layer's output is read after the target's last norm.
         target_hidden_size: hidden size of the target.
         draft_vocab_size: rows of the output head.
-        fc_bias: whether ``fc`` has a bias; a checkpoint with weights decides that itself.
+        fc_bias: whether ``fc`` has a bias. A checkpoint with weights determines that itself.
         norm_before_residual: whether the layer's residual stream starts with the normalized fused
             hidden state instead of the fused hidden state.
     """
@@ -104,7 +108,7 @@ class EagleConfig:
 
     @property
     def num_layers(self) -> int:
-        """Layers with KV, always 1."""
+        """Number of layers with KV, always 1."""
         return self.layer.num_layers
 
     @property
@@ -124,17 +128,17 @@ class EagleConfig:
         """Read the directory of a head (or the id of one in the local cache) for ``target``.
 
         Raises:
-            UsageError: there is no such directory, its config.json cannot be read, or the head was
-                made for a model of another shape.
-            UnsupportedModelError: it is no EAGLE head, or a setting changes results and is not
-                implemented.
+            UsageError: the directory does not exist, its config.json is unreadable, or the head
+                belongs to a model of another shape.
+            UnsupportedModelError: this is not an EAGLE head, or a setting that changes results is
+                not implemented.
         """
         file = find_checkpoint(path) / "config.json"
         raw = read_json(file)
         try:
             config = cls.from_dict(raw, target)
         except UsageError as error:
-            # There is a config.json of the target, too.
+            # Name the head, because the target has a config.json, too.
             raise type(error)(f"--speculative-draft-model {path}: {error}") from None
         except (TypeError, ValueError, KeyError) as error:
             raise UsageError(f"{file} cannot be used: {error}") from None
@@ -143,32 +147,30 @@ class EagleConfig:
 
     @classmethod
     def from_dict(cls, raw: Settings, target: ModelConfig) -> EagleConfig:
-        """Read the parsed ``config.json``; raises the errors of :meth:`from_pretrained`."""
-        algorithm, model_type = _kind_of(raw)
-        cfg = _flat(raw)
-        eagle_config = mapping(cfg, "eagle_config")
+        """Read the parsed ``config.json``. Raises the same errors as :meth:`from_pretrained`."""
+        algorithm, model_type = _find_kind(raw)
+        cfg = _flatten_config(raw)
+        eagle_config = get_mapping(cfg, "eagle_config")
         check_neutral(cfg, _NEUTRAL)
         check_neutral(eagle_config, _NEUTRAL_EAGLE_CONFIG, "eagle_config.")
         check_neutral(eagle_config, _NEUTRAL_OF[algorithm], "eagle_config.")
-        layer = ModelConfig.from_dict(
-            {**cfg, "architectures": [ARCHITECTURES[model_type].class_name]}
-        )
+        layer = parse_model_config({**cfg, "architectures": [ARCHITECTURES[model_type].class_name]})
         if layer.num_layers != 1:
-            refuse("num_hidden_layers", layer.num_layers)
+            refuse_setting("num_hidden_layers", layer.num_layers)
         if cfg.get("qkv_bias"):
             layer = dataclasses.replace(layer, attention_bias=True)
-        draft_vocab_size = positive_int_or(cfg, "draft_vocab_size", layer.vocab_size)
+        draft_vocab_size = get_positive_int_or(cfg, "draft_vocab_size", layer.vocab_size)
         if draft_vocab_size > layer.vocab_size or (
             draft_vocab_size < layer.vocab_size
             and (algorithm == EAGLE or layer.tie_word_embeddings)
         ):
-            refuse("draft_vocab_size", draft_vocab_size)
+            refuse_setting("draft_vocab_size", draft_vocab_size)
         return cls(
             algorithm=algorithm,
             layer=layer,
-            aux_layers=_aux_layers(algorithm, cfg, eagle_config, target),
+            aux_layers=_find_aux_layers(algorithm, cfg, eagle_config, target),
             normed=algorithm == EAGLE,
-            target_hidden_size=positive_int_or(cfg, "target_hidden_size", layer.hidden_size),
+            target_hidden_size=get_positive_int_or(cfg, "target_hidden_size", layer.hidden_size),
             draft_vocab_size=draft_vocab_size,
             fc_bias=bool(cfg.get("bias")),
             norm_before_residual=bool(cfg.get("norm_before_residual")),
@@ -194,28 +196,33 @@ class EagleConfig:
                 f"model, whose hidden_size is {target.hidden_size}"
             )
 
-    def fingerprint(self, path: str | Path, load_format: str = "auto", seed: int = 0) -> str:
-        """Hash the configuration and the weights of the head, which with the target's fingerprint
-        determine the values of its KV; see :meth:`pd.models.config.ModelConfig.fingerprint`."""
+    def compute_fingerprint(
+        self, path: str | Path, load_format: str = "auto", seed: int = 0
+    ) -> str:
+        """Hash the configuration and the weights of the head to 16 hex digits. Together with the
+        identity of the target (:mod:`pd.engine.identity`) they determine the values of its KV. For
+        random weights we hash the seed."""
         settings = dataclasses.asdict(self)
-        for name in ("dtype", "eos_token_ids", "bos_token_id", "context_length"):
+        for name in ("dtype", "eos_token_ids", "eos_problems", "bos_token_id", "context_length"):
             del settings["layer"][name]
-        return hash_weights(settings, path, load_format, seed)
+        weights = f"seed {seed}" if load_format == "dummy" else hash_weights(path)
+        data = json.dumps([settings, weights], sort_keys=True).encode()
+        return hashlib.sha256(data).hexdigest()[:16]
 
 
-def _kind_of(raw: Settings) -> tuple[str, str]:
-    """Return algorithm and ``model_type`` of the layer.
+def _find_kind(raw: Settings) -> tuple[str, str]:
+    """Return the algorithm and the ``model_type`` of the layer.
 
     Raises:
-        UnsupportedModelError: this is not the configuration of an EAGLE head that is known.
+        UnsupportedModelError: this is not the configuration of a known EAGLE head.
     """
     speculators = raw.get("speculators_model_type")
     if speculators is not None:
         if speculators != EAGLE3:
-            refuse("speculators_model_type", speculators)
-        model_type = mapping(raw, "transformer_layer_config").get("model_type")
+            refuse_setting("speculators_model_type", speculators)
+        model_type = get_mapping(raw, "transformer_layer_config").get("model_type")
         if model_type not in ("llama", "qwen3"):
-            refuse("transformer_layer_config.model_type", model_type)
+            refuse_setting("transformer_layer_config.model_type", model_type)
         return EAGLE3, str(model_type)
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
@@ -227,9 +234,9 @@ def _kind_of(raw: Settings) -> tuple[str, str]:
     raise UnsupportedModelError(f"architecture {name!r} is not an EAGLE head; known: {known}")
 
 
-def _flat(raw: Settings) -> dict[str, object]:
-    """Bring a configuration of speculators, which keeps the layer's settings in an object of their
-    own, into the form of the others."""
+def _flatten_config(raw: Settings) -> dict[str, object]:
+    """Bring a configuration of speculators, which keeps the layer's settings in a nested object,
+    into the form of the others."""
     if raw.get("speculators_model_type") is None:
         return dict(raw)
     if not isinstance(raw.get("norm_before_residual"), bool):
@@ -237,19 +244,19 @@ def _flat(raw: Settings) -> dict[str, object]:
             "config.json: norm_before_residual must be true or false, not "
             f"{raw.get('norm_before_residual')!r}"
         )
-    layer = mapping(raw, "transformer_layer_config")
+    layer = get_mapping(raw, "transformer_layer_config")
     own = {key: value for key, value in raw.items() if key != "transformer_layer_config"}
     return {**layer, **own, "num_hidden_layers": layer.get("num_hidden_layers", 1)}
 
 
-def _aux_layers(
+def _find_aux_layers(
     algorithm: str, cfg: Settings, eagle_config: Settings, target: ModelConfig
 ) -> tuple[int, ...]:
     """Return the layers before which the target's residual stream is read.
 
-    At the top of the file, ids have this meaning (vLLM, speculators). In ``eagle_config`` an id is
-    that of the layer whose output is read (SGLang, SpecForge). Without ids the layers are those of
-    EAGLE-3's authors. Hidden states are fused in the order of the layers whatever the order of ids.
+    Ids at the top of the file have this meaning (vLLM, speculators). An id in ``eagle_config``
+    names the layer whose output is read (SGLang, SpecForge). Without ids we use the layers of
+    EAGLE-3's authors. Hidden states are always fused in the order of the layers.
     """
     end = target.num_layers
     if algorithm == EAGLE:

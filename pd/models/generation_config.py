@@ -1,7 +1,7 @@
-"""Sampling that a checkpoint's ``generation_config.json`` recommends.
+"""Sampling parameters recommended by a checkpoint's ``generation_config.json``.
 
-As in vLLM, ``do_sample`` is ignored, and a value that the file leaves out is this system's default,
-not that of transformers. :mod:`pd.models.config` reads the end-of-sequence ids.
+As in vLLM, ``do_sample`` is ignored, and a missing value means our default instead of that of
+transformers. :mod:`pd.models.config_reader` reads the end-of-sequence ids.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ FILE = "generation_config.json"
 _REMEDY = "mend it, or give --generation-config none to leave it out"
 
 
-def sampling_defaults(directory: Path, generation_config: str) -> SamplingDefaults:
+def read_sampling_defaults(directory: Path, generation_config: str) -> SamplingDefaults:
     """Read the defaults for requests to ``/v1/*``.
 
     Args:
         directory: directory of the checkpoint.
-        generation_config: ``auto`` reads the file if there is one, ``none`` does not.
+        generation_config: ``auto`` reads the file if it exists, ``none`` does not.
 
     Raises:
-        UsageError: the file cannot be read or has an invalid value; the message names both.
+        UsageError: the file is unreadable or has an invalid value; the message names both.
     """
     path = directory / FILE
     if generation_config == "none" or not path.is_file():

@@ -1,12 +1,12 @@
 """Layers shared by all architectures.
 
-A module lists its weights with ``checkpoint_tensors``: the name of each in a checkpoint, and the
-memory that it is read into, which may be a part of a fused weight. So loading needs no copy beside
-the parameters, and a name and its parameter are connected in one place. Afterwards
-``CausalLM.prepare`` lays weights out as the kernels read them fastest.
+A module lists its weights with ``list_tensors``: the name of each in a checkpoint, and the memory
+to read it into. That memory may be a part of a fused weight, so loading needs no second copy, and a
+single place connects names and parameters. Afterwards ``CausalLM.prepare_weights`` lays the weights
+out as the kernels read them fastest.
 
-Each rank of a tensor-parallel model has a part of it (see :mod:`pd.models.tensor_parallel`):
-modules are made from the configuration of the part, and their places say along which dimension a
+Each rank of a tensor-parallel model has a part of it (see :mod:`pd.models.tensor_parallel`).
+Modules are made from the configuration of the part. Their places name the dimension along which a
 weight is split.
 """
 
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from pd.kernels.linear import gate_up_silu, linear, pack_weight
-from pd.kernels.moe import moe_mlp, route
+from pd.kernels.moe import moe_mlp, route_tokens
 from pd.kernels.norm import add_rms_norm, rms_norm
 from pd.kernels.rope import inverse_frequencies, rotate_and_store
 from pd.models.tensor_parallel import TensorParallel, WeightDestination
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 NamedPlaces: TypeAlias = Iterator[tuple[str, WeightDestination]]
 
 
-def empty_parameter(*shape: int) -> nn.Parameter:
+def make_parameter(*shape: int) -> nn.Parameter:
     """Allocate a weight to be loaded, in the default dtype on the default device."""
     return nn.Parameter(torch.empty(shape), requires_grad=False)
 
 
-def rope_frequencies(config: ModelConfig) -> torch.Tensor:
+def compute_rope_frequencies(config: ModelConfig) -> torch.Tensor:
     """Return the rotary frequencies of a model's heads, on the CPU; see
     :func:`pd.kernels.rope.inverse_frequencies`."""
     rope = config.rope
@@ -57,7 +57,7 @@ class Linear(nn.Module):
 
     Args:
         outputs: size of each projection by its name in the checkpoint, in the order of its rows.
-        split: whether each rank has a part of the outputs of every projection, or all of them.
+        split: whether each rank has only a part of every projection's outputs.
     """
 
     def __init__(
@@ -67,17 +67,17 @@ class Linear(nn.Module):
         self._outputs = outputs
         self._split = 0 if split else None
         size = sum(outputs.values())
-        self.weight = empty_parameter(size, input_size)
-        self.bias = empty_parameter(size) if bias else None
+        self.weight = make_parameter(size, input_size)
+        self.bias = make_parameter(size) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[tokens, input_size]`` to ``[tokens, sum of outputs]``."""
         return linear(x, self.weight, self.bias)
 
-    def prepare(self) -> None:
+    def prepare_weights(self) -> None:
         self.weight = nn.Parameter(pack_weight(self.weight), requires_grad=False)
 
-    def checkpoint_tensors(self) -> NamedPlaces:
+    def list_tensors(self) -> NamedPlaces:
         for kind, parameter in (("weight", self.weight), ("bias", self.bias)):
             if parameter is not None:
                 stop = 0
@@ -87,7 +87,7 @@ class Linear(nn.Module):
 
 
 class ReducedLinear(Linear):
-    """A :class:`Linear` of one projection in which each rank has a part of the inputs: the ranks'
+    """A :class:`Linear` of one projection. Each rank has a part of the inputs, and the ranks'
     results are summed."""
 
     def __init__(
@@ -100,12 +100,12 @@ class ReducedLinear(Linear):
         """``[tokens, input_size]`` to ``[tokens, output_size]``, the same on all ranks."""
         return self._tp.all_reduce(super().forward(x))
 
-    def prepare(self) -> None:
+    def prepare_weights(self) -> None:
         if self.bias is not None and self._tp.rank > 0:
             self.bias.zero_()  # the sum over the ranks contains the bias of rank 0
-        super().prepare()
+        super().prepare_weights()
 
-    def checkpoint_tensors(self) -> NamedPlaces:
+    def list_tensors(self) -> NamedPlaces:
         yield f"{self._name}.weight", WeightDestination(self.weight, 1)
         if self.bias is not None:
             yield f"{self._name}.bias", WeightDestination(self.bias)
@@ -116,19 +116,19 @@ class RMSNorm(nn.Module):
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
-        self.weight = empty_parameter(size)
+        self.weight = make_parameter(size)
         self._eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self._eps)
 
-    def after_add(self, residual: torch.Tensor, x: torch.Tensor | None) -> torch.Tensor:
-        """Add ``x``, if there is one, to ``residual`` in place; returns the normalized sum."""
+    def add_and_norm(self, residual: torch.Tensor, x: torch.Tensor | None) -> torch.Tensor:
+        """Add ``x``, if given, to ``residual`` in place, and return the normalized sum."""
         if x is None:
             return self.forward(residual)
         return add_rms_norm(residual, x, self.weight, self._eps)
 
-    def checkpoint_tensors(self) -> NamedPlaces:
+    def list_tensors(self) -> NamedPlaces:
         yield "weight", WeightDestination(self.weight)
 
 
@@ -136,7 +136,8 @@ class Attention(nn.Module):
     """Grouped-query attention with rotary positions over the paged pool.
 
     Args:
-        input_size: width of the input; None if it is the model's hidden size, as the output is.
+        input_size: width of the input; None for the model's hidden size, which the output always
+            has.
     """
 
     def __init__(
@@ -168,14 +169,14 @@ class Attention(nn.Module):
         attention: PlannedAttention,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend all tokens, or ``rows`` alone; K and V of all tokens are written."""
+        """Attend all tokens, or ``rows`` alone. K and V of all tokens are written."""
         q, k, v = rotate_and_store(
             self.qkv(x).view(len(x), -1, self._head_dim),
             self._heads,
             self._kv_heads,
             cos_sin,
-            attention.pool.key(self._layer),
-            attention.pool.value(self._layer),
+            attention.pool.get_keys(self._layer),
+            attention.pool.get_values(self._layer),
             attention.slots,
             None if self.q_norm is None else self.q_norm.weight,
             None if self.k_norm is None else self.k_norm.weight,
@@ -192,16 +193,16 @@ class Attention(nn.Module):
         attended = attention.attend(self._layer, q, k, v).flatten(1)
         return self.output.forward(attended if rows is None else attended.index_select(0, rows))
 
-    def checkpoint_tensors(self) -> NamedPlaces:
-        yield from self.qkv.checkpoint_tensors()
-        yield from self.output.checkpoint_tensors()
+    def list_tensors(self) -> NamedPlaces:
+        yield from self.qkv.list_tensors()
+        yield from self.output.list_tensors()
         if self.q_norm is not None and self.k_norm is not None:
-            yield from within("q_norm", self.q_norm.checkpoint_tensors())
-            yield from within("k_norm", self.k_norm.checkpoint_tensors())
+            yield from add_prefix("q_norm", self.q_norm.list_tensors())
+            yield from add_prefix("k_norm", self.k_norm.list_tensors())
 
 
 class MLP(nn.Module):
-    """Base class of what follows attention in a layer.
+    """Base class of the second half of a layer.
 
     Attributes:
         checkpoint_name: prefix of the weights' names in a checkpoint, inside their layer.
@@ -214,7 +215,7 @@ class MLP(nn.Module):
         """``[tokens, hidden_size]`` to a new tensor of that shape, the same on all ranks."""
 
     @abstractmethod
-    def checkpoint_tensors(self) -> NamedPlaces:
+    def list_tensors(self) -> NamedPlaces:
         """List the weights: names below ``checkpoint_name``, and the memory of each."""
 
 
@@ -231,13 +232,13 @@ class GatedMLP(MLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down.forward(gate_up_silu(x, self.gate_up.weight, self.gate_up.bias))
 
-    def checkpoint_tensors(self) -> NamedPlaces:
-        yield from self.gate_up.checkpoint_tensors()
-        yield from self.down.checkpoint_tensors()
+    def list_tensors(self) -> NamedPlaces:
+        yield from self.gate_up.list_tensors()
+        yield from self.down.list_tensors()
 
 
 class ExpertNames(NamedTuple):
-    """Names of a mixture of experts in a checkpoint: of the whole, and of an expert's weights."""
+    """Names in a checkpoint: of a mixture of experts, and of an expert's weights."""
 
     mlp: str = "mlp"
     gate: str = "gate_proj"
@@ -249,11 +250,11 @@ PLAIN_NAMES = ExpertNames()
 
 
 class SparseMoE(MLP):
-    """A router and gated MLPs of which each token uses ``num_experts_per_tok``.
+    """A router and gated MLPs. Each token uses ``num_experts_per_tok`` of them.
 
-    Router probabilities are a softmax over all experts; with ``norm_topk_prob`` those of the
-    chosen ones are scaled to sum to 1, which equals a softmax over the chosen ones alone. Each rank
-    has a part of every expert, and its own copy of the router.
+    Router probabilities are a softmax over all experts. With ``norm_topk_prob`` the chosen ones are
+    scaled to sum to 1, which equals a softmax over the chosen experts alone. Each rank has a part
+    of every expert, and its own copy of the router.
     """
 
     def __init__(
@@ -265,15 +266,15 @@ class SparseMoE(MLP):
         self._top_k, self._normalize = config.num_experts_per_tok, config.norm_topk_prob
         experts, hidden, size = config.num_experts, config.hidden_size, config.intermediate_size
         self.router = Linear({"gate": experts}, hidden)
-        self.gate_up = empty_parameter(experts, 2 * size, hidden)
-        self.down = empty_parameter(experts, hidden, size)
+        self.gate_up = make_parameter(experts, 2 * size, hidden)
+        self.down = make_parameter(experts, hidden, size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights, experts = route(self.router(x), self._top_k, self._normalize)
+        weights, experts = route_tokens(self.router(x), self._top_k, self._normalize)
         return self._tp.all_reduce(moe_mlp(x, weights, experts, self.gate_up, self.down))
 
-    def checkpoint_tensors(self) -> NamedPlaces:
-        yield from self.router.checkpoint_tensors()
+    def list_tensors(self) -> NamedPlaces:
+        yield from self.router.list_tensors()
         for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
             gate, up = gate_up.chunk(2)
             yield f"experts.{expert}.{self._names.gate}.weight", WeightDestination(gate, 0)
@@ -281,7 +282,7 @@ class SparseMoE(MLP):
             yield f"experts.{expert}.{self._names.down}.weight", WeightDestination(down, 1)
 
 
-def within(prefix: str, places: NamedPlaces) -> NamedPlaces:
+def add_prefix(prefix: str, places: NamedPlaces) -> NamedPlaces:
     """Put ``prefix`` and a dot before the names of places."""
     for name, place in places:
         yield f"{prefix}.{name}", place

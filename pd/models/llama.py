@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 class Llama(Architecture):
-    """Biases are those that the checkpoint's configuration asks for."""
+    """Biases follow the checkpoint's configuration."""
 
-    def adapt(self, config: ModelConfig, cfg: Settings) -> ModelConfig:
+    def adapt_config(self, config: ModelConfig, cfg: Settings) -> ModelConfig:
         bias = bool(cfg.get("attention_bias"))
         return dataclasses.replace(
             config, attention_bias=bias, output_bias=bias, mlp_bias=bool(cfg.get("mlp_bias"))

@@ -1,6 +1,6 @@
-"""Making a model: weights are read tensor by tensor into their final place, or are seeded dummies.
+"""Makes a model. Weights are read tensor by tensor into their final place, or are seeded dummies.
 
-A rank of a tensor-parallel model reads its own part of each tensor and nothing else.
+A rank of a tensor-parallel model reads only its own part of each tensor.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from tqdm import tqdm
 
 from pd.core.errors import UsageError
 from pd.models.causal_lm import EMBEDDING, HEAD
-from pd.models.config import INDEX, find_checkpoint
+from pd.models.checkpoint import INDEX, find_checkpoint
 from pd.models.registry import find_architecture
 from pd.models.tensor_parallel import SINGLE, TensorParallel, WeightDestination
+from pd.util.output import unwrap_stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,15 +30,15 @@ if TYPE_CHECKING:
     from pd.models.causal_lm import CausalLM
     from pd.models.config import ModelConfig
 
-# Rotary frequencies, which older checkpoints carry and which are computed here.
+# Rotary frequencies in older checkpoints. We compute them instead.
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"
-# Dummy weights repeat a block of this many normal numbers. It is a prime, so that no two rows of a
-# matrix are alike, and drawing 8 billion numbers one by one would take minutes.
+# Dummy weights repeat a block of this many normal numbers, because drawing 8 billion numbers one by
+# one would take minutes. It is a prime, so no two rows of a matrix are alike.
 _DUMMY_BLOCK = 4_194_301
 
 
 class _LazyTensor(Protocol):
-    """A tensor of a safetensors file; indexing it reads its data."""
+    """A tensor of a safetensors file. Indexing it reads its data."""
 
     def get_shape(self) -> list[int]: ...
 
@@ -45,7 +46,7 @@ class _LazyTensor(Protocol):
 
 
 class Stored(Protocol):
-    """The methods of an open safetensors file, which has no types, that are used here."""
+    """The methods that we use of an open safetensors file, which has no types itself."""
 
     def keys(self) -> list[str]: ...
 
@@ -68,14 +69,14 @@ def load_model(
     """Build the model of ``config``, or a rank's part of it, and fill its weights.
 
     Args:
-        config: of the whole model.
+        config: configuration of the whole model.
         path: the checkpoint's directory (or an id in the local cache); not read for ``dummy``.
-        load_format: ``auto`` reads safetensors; ``dummy`` makes random weights that depend on
-            ``seed`` and the tensors' names and shapes alone. Ranks have parts of the same weights.
-        progress: show a bar on standard error when it is a terminal and loading takes over 2 s.
+        load_format: ``auto`` reads safetensors. ``dummy`` makes random weights that depend only on
+            ``seed`` and the tensors' names and shapes, so ranks have parts of the same weights.
+        progress: show a bar on standard error if it is a terminal and loading takes over 2 s.
 
     Raises:
-        UsageError: the weights are missing, or are not those of ``config`` (names the tensor), or
+        UsageError: the weights are missing or do not match ``config`` (names the tensor), or
             ``tp.size`` ranks cannot divide them.
     """
     with torch.device(device):
@@ -83,7 +84,7 @@ def load_model(
         torch.set_default_dtype(dtype)
         try:
             architecture = find_architecture(config.architecture)
-            model = architecture.make_model(config.divided(tp.size), tp)
+            model = architecture.make_model(config.split_by_ranks(tp.size), tp)
         finally:
             torch.set_default_dtype(previous)
     tied = model.config.tie_word_embeddings
@@ -94,15 +95,16 @@ def load_model(
         _check_tied(stored.get_tensor(name), shard.parent)
         return True
 
-    # NOTE: prepare() frees weights as it goes, so nothing else may refer to their memory by then.
-    places = dict(model.checkpoint_tensors())
-    fill(places, path, load_format, seed, progress, tp, is_tied_head)
+    # NOTE: prepare_weights() frees weights as it goes, so nothing else may refer to their memory by
+    # then.
+    places = dict(model.list_tensors())
+    fill_weights(places, path, load_format, seed, progress, tp, is_tied_head)
     del places
-    model.prepare()
+    model.prepare_weights()
     return model.eval()
 
 
-def fill(
+def fill_weights(
     places: dict[str, WeightDestination],
     path: str | Path,
     load_format: str,
@@ -112,14 +114,14 @@ def fill(
     is_known: Callable[[str, Stored, Path], bool],
     canonical: Callable[[str], str] = str,
 ) -> None:
-    """Fill every place from a checkpoint, or with dummy weights; arguments as of
-    :func:`load_model`.
+    """Fill every place from a checkpoint, or with dummy weights. See :func:`load_model` for the
+    other arguments.
 
     Args:
         places: by name.
-        is_known: called with the name of each other tensor, the open file and its path; returns
+        is_known: called with the name of each other tensor, the open file and its path. Returns
             whether the checkpoint may hold that tensor.
-        canonical: the name among ``places`` for a name in the checkpoint.
+        canonical: maps a name in the checkpoint to a name among ``places``.
 
     Raises:
         UsageError: a tensor is missing, misshaped, quantized or unknown.
@@ -131,6 +133,7 @@ def fill(
         unit_scale=True,
         delay=2,
         disable=not progress or not sys.stderr.isatty(),
+        file=unwrap_stream(sys.stderr),
     )
     with bar:
         if load_format == "dummy":
@@ -149,13 +152,13 @@ def _read_checkpoint(
 ) -> None:
     """Fill every place, opening one shard at a time and copying one tensor at a time."""
     missing = set(places)
-    for shard in shards(directory):
+    for shard in list_shards(directory):
         with open_shard(shard) as stored:
             # Not a dictionary: safe_open's handle is iterated by keys() only.
             for name in stored.keys():  # noqa: SIM118
                 key = canonical(name)
                 if key in missing:
-                    _copy(stored, places[key], tp, name, shard)
+                    _copy_tensor(stored, places[key], tp, name, shard)
                     missing.discard(key)
                     bar.update(places[key].memory.nbytes)
                 elif not is_known(name, stored, shard) and not name.endswith(_IGNORED_SUFFIX):
@@ -166,14 +169,14 @@ def _read_checkpoint(
         raise UsageError(f"{directory} lacks tensor {min(missing)}{more}")
 
 
-def _copy(
+def _copy_tensor(
     stored: Stored, place: WeightDestination, tp: TensorParallel, name: str, shard: Path
 ) -> None:
     whole = stored.get_slice(name)
     shape, expected = list(whole.get_shape()), place.whole_shape(tp)
     if shape != expected:
         raise UsageError(f"{shard}: tensor {name} is {shape}, config.json makes it {expected}")
-    part = stored.get_tensor(name) if place.split is None else whole[place.part(tp)]
+    part = stored.get_tensor(name) if place.split is None else whole[place.slice_part(tp)]
     if not part.is_floating_point() or part.element_size() < 2:
         raise UsageError(f"{shard}: tensor {name} is {part.dtype}; quantized weights are refused")
     place.memory.copy_(part)
@@ -181,7 +184,7 @@ def _copy(
 
 def _check_tied(head: torch.Tensor, directory: Path) -> None:
     """Raise UsageError unless the head that a checkpoint repeats equals the embedding."""
-    for shard in shards(directory):
+    for shard in list_shards(directory):
         with open_shard(shard) as stored:
             if EMBEDDING in stored.keys() and torch.equal(stored.get_tensor(EMBEDDING), head):  # noqa: SIM118
                 return
@@ -193,8 +196,8 @@ def _check_tied(head: torch.Tensor, directory: Path) -> None:
 
 @contextmanager
 def open_shard(shard: Path) -> Iterator[Stored]:
-    """Open a file of a checkpoint. Raises UsageError when it, or one of its tensors, cannot be
-    read."""
+    """Open a file of a checkpoint. Raises UsageError if the file or one of its tensors is
+    unreadable."""
     try:
         with safe_open(shard, framework="pt", device="cpu") as stored:
             yield stored
@@ -202,8 +205,8 @@ def open_shard(shard: Path) -> Iterator[Stored]:
         raise UsageError(f"cannot read {shard}: {error}") from None
 
 
-def shards(directory: Path) -> list[Path]:
-    """List the files that the index names, or the only one."""
+def list_shards(directory: Path) -> list[Path]:
+    """List the files named by the index, or the only one."""
     index = directory / INDEX
     if not index.exists():
         single = directory / "model.safetensors"
@@ -232,10 +235,10 @@ def shards(directory: Path) -> list[Path]:
 def _fill_dummy(
     places: dict[str, WeightDestination], tp: TensorParallel, seed: int, bar: tqdm
 ) -> None:
-    """Random weights under which activations keep their size and every token matters.
+    """Fill in random weights that keep the size of activations and let every token matter.
 
-    Matrices are normal with variance 1 / inputs, norms are 1 and biases small. The embedding has
-    variance 1, but where it is the output head too it is scaled like one: otherwise every token
+    Matrices are normal with variance 1 / inputs, norms are 1 and biases are small. The embedding
+    has variance 1. If it is the output head, too, we scale it like a matrix: otherwise every token
     would predict itself, and greedy output would repeat one token.
     """
     is_tied = EMBEDDING in places and HEAD not in places
@@ -260,20 +263,20 @@ def _fill_normal(place: WeightDestination, tp: TensorParallel, std: float, key: 
     block = torch.empty(min(rows * width, _DUMMY_BLOCK), dtype=torch.float32)
     block = block.normal_(std=std, generator=generator).to(memory.dtype).to(memory.device)
     if place.split != 1:
-        first = place.part(tp)[0].start
-        _repeat(block, first * width, memory.view(-1))
+        first = place.slice_part(tp)[0].start
+        _repeat_block(block, first * width, memory.view(-1))
         return
-    # The columns of a rank are not adjacent, so some whole rows are made at a time.
-    mine, step = place.part(tp)[1], -(-len(block) // width)
+    # The columns of a rank are not adjacent, so we make some whole rows at a time.
+    mine, step = place.slice_part(tp)[1], -(-len(block) // width)
     scratch = memory.new_empty(min(step, rows), width)
     for first in range(0, rows, step):
         some = scratch[: min(step, rows - first)]
-        _repeat(block, first * width, some.view(-1))
+        _repeat_block(block, first * width, some.view(-1))
         memory[first : first + step] = some[:, mine]
 
 
-def _repeat(block: torch.Tensor, start: int, out: torch.Tensor) -> None:
-    """Fill ``out`` with numbers of an endless repetition of ``block``, from ``start`` on."""
+def _repeat_block(block: torch.Tensor, start: int, out: torch.Tensor) -> None:
+    """Fill ``out`` with an endless repetition of ``block``, starting at number ``start``."""
     done = 0
     while done < len(out):
         piece = block[(start + done) % len(block) :][: len(out) - done]

@@ -1,4 +1,4 @@
-"""Mistral: Llama without biases. Checkpoints whose sliding window is in use are refused."""
+"""Mistral: Llama without biases. Checkpoints that use a sliding window are refused."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ if TYPE_CHECKING:
 
 
 class Mistral(Architecture):
-    """A configuration without ``sliding_window`` has one of 4,096 tokens."""
+    """Without the key ``sliding_window``, the window is 4,096 tokens."""
 
     defaults: ClassVar[Settings] = {"num_key_value_heads": 8, "sliding_window": 4096}

@@ -1,4 +1,4 @@
-"""Mixtral: Mistral's attention, and in every layer a sparse mixture of experts."""
+"""Mixtral: Mistral's attention, with a sparse mixture of experts in every layer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Mixtral(Architecture):
-    """Weights of experts have names of their own: w1 is the gate, w3 the up projection and w2 the
+    """The weights of experts have their own names: w1 is the gate, w3 the up projection and w2 the
     down projection."""
 
     defaults: ClassVar[Settings] = {

@@ -1,4 +1,4 @@
-"""Qwen3: q and k are normalized per head before the rotation; heads may be wider than the model."""
+"""Qwen3: q and k are normalized per head before the rotation. Heads may be wider than the model."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 class Qwen3(Architecture):
-    """Biases of attention are those that the configuration asks for."""
+    """Biases of attention follow the configuration."""
 
     default_eos = None
     defaults: ClassVar[Settings] = {"num_key_value_heads": 32, "head_dim": 128}
 
-    def adapt(self, config: ModelConfig, cfg: Settings) -> ModelConfig:
+    def adapt_config(self, config: ModelConfig, cfg: Settings) -> ModelConfig:
         bias = bool(cfg.get("attention_bias"))
         return dataclasses.replace(config, qk_norm=True, attention_bias=bias, output_bias=bias)
 

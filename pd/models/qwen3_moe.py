@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3's attention, and in every layer a sparse mixture of experts."""
+"""Qwen3-MoE: Qwen3's attention, with a sparse mixture of experts in every layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Qwen3Moe(Qwen3):
-    """A window is in use wherever ``use_sliding_window`` is set."""
+    """It uses a window whenever ``use_sliding_window`` is set."""
 
     default_eos = None
     defaults: ClassVar[Settings] = {
@@ -24,9 +24,9 @@ class Qwen3Moe(Qwen3):
     width_key = "moe_intermediate_size"
     has_experts = True
 
-    def adapt(self, config: ModelConfig, cfg: Settings) -> ModelConfig:
+    def adapt_config(self, config: ModelConfig, cfg: Settings) -> ModelConfig:
         normalized = bool(cfg.get("norm_topk_prob", False))
-        return dataclasses.replace(super().adapt(config, cfg), norm_topk_prob=normalized)
+        return dataclasses.replace(super().adapt_config(config, cfg), norm_topk_prob=normalized)
 
     def uses_window(self, cfg: Settings) -> bool:
         return bool(cfg.get("use_sliding_window"))

@@ -1,11 +1,12 @@
-"""Settings of ``config.json`` that change results and are not implemented: refused, by name."""
+"""Settings of ``config.json`` that change results and are not implemented. We refuse them by
+name."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NoReturn
 
 from pd.core.errors import UnsupportedModelError
-from pd.models.settings import positive_int
+from pd.models.settings import get_positive_int
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -13,15 +14,15 @@ if TYPE_CHECKING:
     from pd.models.architecture import Architecture
     from pd.models.settings import Settings
 
-# Implemented rope types and the numbers each needs.
+# Implemented rope types, and the numbers that each needs.
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
 
-# Values with which a setting leaves results as they are; None stands for null or absent. Most of
-# these settings belong to relatives of our architectures whose checkpoints are labelled as these.
+# Harmless values of settings; None stands for null or absent. Most of these settings belong to
+# relatives of our architectures, whose checkpoints are labelled like ours.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu", "swish", None),
     "quantization_config": (None,),
@@ -62,8 +63,12 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 
 
 def check_supported(architecture: Architecture, cfg: Settings) -> None:
-    """Raise UnsupportedModelError for the first setting that is not implemented; the message has
-    its name and value."""
+    """Raise UnsupportedModelError for the first setting that is not implemented. The message has
+    its name and value.
+
+    Args:
+        architecture: its ``uses_window`` decides whether ``sliding_window`` matters.
+    """
     check_neutral(cfg, _NEUTRAL)
     _check_rope(cfg)
     _check_window(architecture, cfg)
@@ -73,18 +78,18 @@ def check_neutral(
     cfg: Settings, neutral: Mapping[str, tuple[object, ...]], prefix: str = ""
 ) -> None:
     """Raise UnsupportedModelError for the first key of ``neutral`` whose value in ``cfg`` is not
-    among those of ``neutral``; None stands for null or absent.
+    listed there; None stands for null or absent.
 
     Args:
-        prefix: stands before the key in the message, where ``cfg`` is a part of the file.
+        prefix: precedes the key in the message if ``cfg`` is a part of the file.
     """
     for key, values in neutral.items():
         value = cfg.get(key)
         if not any(value is each or value == each for each in values):
-            refuse(prefix + key, value)
+            refuse_setting(prefix + key, value)
 
 
-def rope_type(rope: Settings, name: str) -> str:
+def get_rope_type(rope: Settings, name: str) -> str:
     """Return the type of the rope setting ``name``, a key of :data:`ROPE_TYPES`. Its key is
     ``rope_type``, or ``type`` in old files.
 
@@ -93,37 +98,37 @@ def rope_type(rope: Settings, name: str) -> str:
     """
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if not isinstance(kind, str) or kind not in ROPE_TYPES:
-        refuse(f"{name}.rope_type", kind)
+        refuse_setting(f"{name}.rope_type", kind)
     return kind
 
 
-def refuse(key: str, value: object) -> NoReturn:
-    """Raise UnsupportedModelError that names a setting of ``config.json`` and its value."""
+def refuse_setting(key: str, value: object) -> NoReturn:
+    """Raise UnsupportedModelError for a setting of ``config.json`` and its value."""
     text = repr(value)
     text = text if len(text) <= 100 else text[:97] + "..."
     raise UnsupportedModelError(f"config.json: {key} = {text} is not supported")
 
 
 def _check_rope(cfg: Settings) -> None:
-    one, other = (_scaling(cfg.get(name)) for name in ("rope_parameters", "rope_scaling"))
+    one, other = (_describe_scaling(cfg.get(name)) for name in ("rope_parameters", "rope_scaling"))
     if one and other and one != other:
-        # transformers takes one of them, and which depends on its version.
-        refuse("rope_scaling beside another rope_parameters", cfg["rope_scaling"])
+        # transformers takes one of them, depending on its version.
+        refuse_setting("rope_scaling beside another rope_parameters", cfg["rope_scaling"])
     for name in ("rope_parameters", "rope_scaling"):
         rope = cfg.get(name)
         if not rope:
             continue
         if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-            refuse(name, rope)
-        rope_type(rope, name)
+            refuse_setting(name, rope)
+        get_rope_type(rope, name)
         if rope.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
-            refuse(f"{name}.partial_rotary_factor", rope["partial_rotary_factor"])
+            refuse_setting(f"{name}.partial_rotary_factor", rope["partial_rotary_factor"])
         if rope.get("mrope_section"):
-            refuse(f"{name}.mrope_section", rope["mrope_section"])
+            refuse_setting(f"{name}.mrope_section", rope["mrope_section"])
 
 
-def _scaling(rope: object) -> dict[str, object]:
-    """What a rope setting says of the scaling: type and numbers."""
+def _describe_scaling(rope: object) -> dict[str, object]:
+    """Return the type and the numbers of a rope setting."""
     if not isinstance(rope, dict):
         return {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
@@ -136,9 +141,9 @@ def _check_window(architecture: Architecture, cfg: Settings) -> None:
     layer_types = cfg.get("layer_types") or []
     kinds = layer_types if isinstance(layer_types, list) else [layer_types]
     if any(kind != "full_attention" for kind in kinds):
-        refuse("layer_types", sorted(set(map(str, kinds))))
+        refuse_setting("layer_types", sorted(set(map(str, kinds))))
     window = cfg.get("sliding_window")
     if window is None or not architecture.uses_window(cfg):
         return
-    if not isinstance(window, int) or window < positive_int(cfg, "max_position_embeddings"):
-        refuse("sliding_window", window)
+    if not isinstance(window, int) or window < get_positive_int(cfg, "max_position_embeddings"):
+        refuse_setting("sliding_window", window)

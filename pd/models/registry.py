@@ -1,4 +1,4 @@
-"""The table of architectures: a new one needs its file and a line here."""
+"""The table of architectures. A new one needs its own file and a line here."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class ListedArchitecture(NamedTuple):
 
     Attributes:
         class_name: name of the architecture in ``config.json`` under ``architectures``.
-        location: ``module:class`` of the :class:`pd.models.architecture.Architecture`, imported
-            when a checkpoint of this architecture is read.
+        location: ``module:class`` of the :class:`pd.models.architecture.Architecture`. It is
+            imported when a checkpoint of this architecture is read.
     """
 
     class_name: str
@@ -43,9 +43,9 @@ def find_architecture(model_type: str) -> Architecture:
     return made
 
 
-def model_type_of(raw: Settings) -> str:
+def find_model_type(raw: Settings) -> str:
     """Return the key of :data:`ARCHITECTURES` for the content of a ``config.json``: by the first
-    name under ``architectures``, or by ``model_type`` where there is none.
+    name under ``architectures``, or by ``model_type`` if there is none.
 
     Raises:
         UnsupportedModelError: the architecture is not in the table.

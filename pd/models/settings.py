@@ -1,4 +1,4 @@
-"""Values of a checkpoint's JSON files, read with their types checked."""
+"""Values of a checkpoint's JSON files, read with type checks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Settings: TypeAlias = Mapping[str, object]
 
 
 def read_json(path: Path) -> dict[str, object]:
-    """Read the object in a file.
+    """Read the JSON object in a file.
 
     Raises:
-        UsageError: the file cannot be read or does not hold a JSON object.
+        UsageError: the file is unreadable or does not hold a JSON object.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -30,7 +30,7 @@ def read_json(path: Path) -> dict[str, object]:
     return value
 
 
-def positive_int(cfg: Settings, key: str) -> int:
+def get_positive_int(cfg: Settings, key: str) -> int:
     """Return ``cfg[key]``. Raises UsageError unless it is a positive integer."""
     value = cfg.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
@@ -38,15 +38,15 @@ def positive_int(cfg: Settings, key: str) -> int:
     return value
 
 
-def positive_int_or(cfg: Settings, key: str, default: int) -> int:
-    """Return ``cfg[key]``, or ``default`` where the key is absent, null or 0. Raises UsageError
-    unless the result is a positive integer."""
-    return positive_int({key: cfg.get(key) or default}, key)
+def get_positive_int_or(cfg: Settings, key: str, default: int) -> int:
+    """Return ``cfg[key]``, or ``default`` if the key is absent, null or 0. Raises UsageError unless
+    the result is a positive integer."""
+    return get_positive_int({key: cfg.get(key) or default}, key)
 
 
-def number(cfg: Settings, key: str, default: float = 0.0) -> float:
-    """Return ``cfg[key]``, or ``default`` where the key is absent or null. Raises UsageError unless
-    it is a number."""
+def get_number(cfg: Settings, key: str, default: float = 0.0) -> float:
+    """Return ``cfg[key]``, or ``default`` if the key is absent or null. Raises UsageError unless it
+    is a number."""
     value = cfg.get(key)
     value = default if value is None else value
     if not isinstance(value, int | float):
@@ -54,9 +54,9 @@ def number(cfg: Settings, key: str, default: float = 0.0) -> float:
     return float(value)
 
 
-def mapping(cfg: Settings, *keys: str) -> Settings:
-    """Return the first object that stands under one of ``keys``; an empty one if there is none.
-    Raises UsageError if something else stands there."""
+def get_mapping(cfg: Settings, *keys: str) -> Settings:
+    """Return the first object under one of ``keys``, or an empty one. Raises UsageError if a key
+    holds something else."""
     for key in keys:
         value = cfg.get(key)
         if value:

@@ -1,8 +1,8 @@
 """Tensor parallelism: ranks share a model's weights and combine their results.
 
-The division is that of Megatron-LM (Shoeybi et al., 2019): a rank has some of the heads and some of
-the MLP's columns, and the rows of the projections behind them, so that a layer needs two sums over
-the ranks and nothing else is exchanged inside it.
+We divide a model as Megatron-LM does (Shoeybi et al., 2019). A rank has some of the heads and some
+of the MLP's columns, and the matching rows of the projections after them. So a layer needs two sums
+over the ranks and no other exchange.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ if TYPE_CHECKING:
 
 
 class TensorParallel:
-    """One rank among others. This class is the only rank of its model; subclasses in
+    """One rank among others. This class is the only rank of its model. Subclasses in
     :mod:`pd.engine.tensor_parallel` exchange data with ranks in other processes.
 
-    All ranks must call the same methods in the same order with tensors of the same shape. On a GPU
+    All ranks must call the same methods in the same order with tensors of the same shape. On a GPU,
     calls are queued on the current stream and can be captured in a CUDA graph.
     """
 
     rank = 0
     size = 1
 
-    def part(self, length: int) -> slice:
+    def slice_part(self, length: int) -> slice:
         """Return this rank's part of a dimension of ``length``, a multiple of ``size``."""
         each = length // self.size
         return slice(self.rank * each, (self.rank + 1) * each)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of all ranks' ``x``, in its dtype and the same on every rank. ``x`` is
-        contiguous; the result may lie in its memory."""
+        contiguous. The result may lie in its memory."""
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -39,7 +39,7 @@ class TensorParallel:
         return x
 
     def barrier(self, device: torch.device) -> None:
-        """Let work queued after this call begin only when all ranks have reached this call."""
+        """Delay work queued after this call until all ranks have reached it."""
 
     def broadcast(self, x: torch.Tensor) -> None:
         """Overwrite ``x`` with rank 0's ``x``."""
@@ -49,7 +49,7 @@ SINGLE = TensorParallel()
 
 
 class WeightDestination(NamedTuple):
-    """The memory that a tensor of the checkpoint is read into.
+    """The memory to read a tensor of the checkpoint into.
 
     Attributes:
         memory: this rank's part of the tensor.
@@ -67,9 +67,10 @@ class WeightDestination(NamedTuple):
             shape[self.split] *= tp.size
         return shape
 
-    def part(self, tp: TensorParallel) -> tuple[slice, ...]:
+    def slice_part(self, tp: TensorParallel) -> tuple[slice, ...]:
         """Return the index of this rank's part in the tensor of the checkpoint."""
         whole = self.whole_shape(tp)
         return tuple(
-            tp.part(size) if dim == self.split else slice(0, size) for dim, size in enumerate(whole)
+            tp.slice_part(size) if dim == self.split else slice(0, size)
+            for dim, size in enumerate(whole)
         )

@@ -1,4 +1,4 @@
-"""The description of a node that it serves over HTTP."""
+"""The state of a node as it is served over HTTP."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import asdict
 
+from pd.core.release import PROTOCOL
+
 if TYPE_CHECKING:
     from pd.node.node import Node
 
 
 def transfer_info(node: Node) -> dict[str, object]:
-    """Transfer backends that are offered, the one of each peer, and one to sum it up: the one in
-    use or, before the first peer, the one that this node prefers. Also the number of staging
-    buffers that wait for a lost link."""
+    """Describe the transfer backends of a node: all it offers and the one each peer uses.
+
+    ``transfer_backend`` sums them up: the best one in use or, before the first peer, the preferred
+    one. ``staging`` counts the buffers quarantined because of a lost link.
+    """
     if not node.transfers:
         return {
             "transfer_backend": "none",
@@ -30,7 +34,7 @@ def transfer_info(node: Node) -> dict[str, object]:
             "transfer_backend": end.backend_of(peer.instance_id),
         }
         for end in node.ends
-        for peer in end.peers()
+        for peer in end.peers.list_infos()
     ]
     used = {peer["transfer_backend"] for peer in peers}
     best = next((backend for backend in offered if backend in used), offered[0])
@@ -43,7 +47,7 @@ def transfer_info(node: Node) -> dict[str, object]:
 
 
 def server_info(node: Node) -> dict[str, object]:
-    """The answer to ``GET /server_info``."""
+    """Build the answer to ``GET /server_info``."""
     from pd import __version__
 
     config, engine, lease = node.core.config, node.engine, node.role_lease
@@ -53,9 +57,11 @@ def server_info(node: Node) -> dict[str, object]:
             "elastic": config.is_elastic,
             "instance_id": node.instance_id,
             "version": __version__,
+            "protocol": PROTOCOL,
             "model": config.model_name,
             "model_path": str(config.model.resolve()),
             "model_id": engine.model_id,
+            "identity": engine.identity,
             "vocab_size": engine.model_config.vocab_size,
             "dtype": engine.layout.model.dtype,
             "page_size": config.page_size,
@@ -70,8 +76,11 @@ def server_info(node: Node) -> dict[str, object]:
             "context_length": engine.context_length,
             "ready": node.ready,
             "endpoints": {"zmq": node.endpoint, "bootstrap": node.own.bootstrap},
-            "preferred_role": None if lease is None else asdict(lease.state(time.monotonic())),
-            "kv_events": None if node.kv_events is None else node.kv_events.info(),
-            "pages": node.core.memory.counts(),
-            "queues": node.queues(),
+            "preferred_role": None
+            if lease is None
+            else asdict(lease.describe_state(time.monotonic())),
+            "kv_events": None if node.kv_events is None else node.kv_events.describe_endpoints(),
+            "pages": node.core.memory.count_pages(),
+            "prefix_leases": node.core.memory.prefix_leases.count_leases(),
+            "queues": node.count_queues(),
         }

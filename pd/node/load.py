@@ -1,4 +1,4 @@
-"""The load that an elastic node reports to proxies."""
+"""The load an elastic node reports to proxies."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from pd.core.node_load import MAX_SECONDS, NodeLoad
 from pd.core.step_cost import StepShape
-from pd.scheduling.cost_model import with_answers
+from pd.scheduling.cost_model import add_answers
 
 if TYPE_CHECKING:
     from pd.scheduling.combined import CombinedScheduler
@@ -20,30 +20,30 @@ def node_load(
     receiving: PromptReceiver | None,
     under_way: float,
 ) -> NodeLoad | None:
-    """The load at present; None on a node that is not elastic. The caller holds the node's lock.
+    """Measure the node's load; None on a node that is not elastic. The caller holds its lock.
 
     Args:
-        under_way: seconds until the step that computes prompts now is over.
+        under_way: seconds until the running prefill step ends.
     """
     slices, prefill, decode = scheduler.slices, scheduler.prefill, scheduler.decode
     if core.costs is None or slices is None or prefill is None or decode is None:
         return None
-    generated = list(decode.queued())
+    generated = list(decode.iter_queued())
     attended = sum(sequence.num_tokens for sequence in generated)
     beside = StepShape(streams=len(generated), context=attended)
     streams = beside
     if receiving is not None:
-        beside = with_answers(beside, receiving.expected(slices.horizon))
-        streams = with_answers(streams, (each.request for each in receiving.queued()))
-    own = (each.request for each in prefill.queued() if each.request.outgoing is None)
-    streams = with_answers(streams, own)
+        beside = add_answers(beside, receiving.iter_expected(slices.horizon))
+        streams = add_answers(streams, (each.request for each in receiving.iter_queued()))
+    own = (each.request for each in prefill.iter_queued() if each.request.outgoing is None)
+    streams = add_answers(streams, own)
     waiting = sum(len(each.prompt) for each in prefill.waiting if each.outgoing is None)
     if receiving is not None:
         waiting += receiving.queued_tokens
-    tokens, pairs = prefill.uncached()
+    tokens, pairs = prefill.count_uncached()
     cost = core.costs.cost
     middle = int(pairs / tokens) if tokens else 0
-    chunk = slices.usual(beside, middle, tokens)
+    chunk = slices.usual_tokens(beside, middle, tokens)
     queue = under_way + cost.queue_seconds(tokens, pairs, chunk, beside)
     return NodeLoad(
         cost=cost,
@@ -52,9 +52,9 @@ def node_load(
         queue_seconds=min(queue, MAX_SECONDS),
         streams=streams.streams,
         answering=beside.streams,
-        awaits=receiving is not None and receiving.awaits,
+        awaits=receiving is not None and receiving.awaits_kv,
         context=int(streams.context),
-        free_tokens=max(0, core.memory.available * core.memory.page_size - waiting),
+        free_tokens=max(0, core.memory.num_available * core.memory.page_size - waiting),
         chunk=core.config.chunked_prefill_size,
-        prompt_share=scheduler.prompt_share.value(queue),
+        prompt_share=scheduler.prompt_share.estimate_share(queue),
     )

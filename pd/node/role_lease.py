@@ -1,4 +1,4 @@
-"""The role that an elastic node prefers, and which proxy may change it."""
+"""The preferred role of an elastic node, and the proxy allowed to change it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ logger = logging.getLogger(__name__)
 
 
 class RoleLease:
-    """Grants the right to move the node's role to one proxy at a time, and refuses others' orders.
+    """Lets one proxy at a time change the node's role, and rejects orders of others.
 
-    The first proxy that asks gets the lease and keeps it as long as it asks again in time. When
-    another proxy gets it, or the same one after it ended, the lease has a new term, so an order
-    from before is recognized whenever it arrives. The caller holds the node's lock. Times are on
-    the node's monotonic clock.
+    The first proxy that asks gets the lease and keeps it by asking again in time. Each new grant
+    has a new term, even for the same proxy, so we recognize orders of an earlier lease whenever
+    they arrive. The caller holds the node's lock. Times are on the node's monotonic clock.
     """
 
     def __init__(self) -> None:
@@ -31,9 +30,9 @@ class RoleLease:
         self._term = 0
         self._until = 0.0
 
-    def asked(self, proxy: bytes, now: float, *, wanted: bool) -> None:
-        """A heartbeat of a proxy that wants the lease, or does not."""
-        self._end(now)
+    def note_request(self, proxy: bytes, now: float, *, wanted: bool) -> None:
+        """Handle a heartbeat of a proxy. ``wanted``: it asks for the lease."""
+        self._end_lease(now)
         if not wanted:
             if proxy == self._holder:
                 self._holder = b""
@@ -44,16 +43,19 @@ class RoleLease:
         if proxy == self._holder:
             self._until = now + LEASE_SECONDS
 
-    def state(self, now: float) -> RoleState:
-        """Return the role and its lease as heartbeats tell proxies."""
-        self._end(now)
+    def describe_state(self, now: float) -> RoleState:
+        """Describe the role and its lease for heartbeats."""
+        self._end_lease(now)
         decider = self._holder.decode(errors="replace")
         return RoleState(self._role, self._fixed, decider, self._term, self._administered)
 
-    def ordered(self, proxy: bytes, order: PreferRole, now: float) -> bool:
-        """Take an order for a role; returns whether it is followed. An administrator's always is,
-        and only administrators' follow it until one of these leaves the role to proxies."""
-        self._end(now)
+    def follow_order(self, proxy: bytes, order: PreferRole, now: float) -> bool:
+        """Follow an order for a role, if the sender may give it. Return whether it was followed.
+
+        Administrators always may. After an administrator's order, only administrators may, until
+        one of them lets proxies choose again.
+        """
+        self._end_lease(now)
         is_holder = proxy == self._holder and order.term == self._term
         if not order.fixed and (self._fixed or not is_holder or order.role is None):
             logger.info(
@@ -69,6 +71,6 @@ class RoleLease:
         self._role = order.role or self._role
         return True
 
-    def _end(self, now: float) -> None:
+    def _end_lease(self, now: float) -> None:
         if now > self._until:
             self._holder = b""

@@ -1,4 +1,4 @@
-"""Checks of a request before a node accepts it. The proxy checks the same, but a node trusts no
+"""Checks a request before a node accepts it. The proxy checks the same, but a node trusts no
 sender."""
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from pd.core.errors import InvalidRequestError
 from pd.core.messages import ROOM_BYTES
-from pd.core.request import Request
+from pd.scheduling.request import Request
 
 if TYPE_CHECKING:
     from pd.core.messages import Generate
 
 
-def request_from(message: Generate, proxy: bytes, vocab_size: int) -> Request:
-    """The request that a message asks for. Raises InvalidRequestError naming what is wrong."""
+def build_request(message: Generate, proxy: bytes, vocab_size: int) -> Request:
+    """Build a request from a proxy's message. Raises InvalidRequestError for invalid fields."""
     if len(message.room) != ROOM_BYTES:
         raise InvalidRequestError(f"a room has {ROOM_BYTES} bytes, not {len(message.room)}")
     if len(message.token_ids) == 0 or len(message.token_ids) % 4:
@@ -37,7 +37,7 @@ def request_from(message: Generate, proxy: bytes, vocab_size: int) -> Request:
 
 
 def _check_produced(message: Generate) -> None:
-    """Raise InvalidRequestError if the output so far cannot be that of this request."""
+    """Raise InvalidRequestError if the output so far cannot belong to this request."""
     produced, params = message.produced, message.params
     if not produced:
         return
@@ -55,12 +55,12 @@ def _check_produced(message: Generate) -> None:
 
 
 def check_length(request: Request, num_tokens: int, context: int, pool: int, role: str) -> None:
-    """Raise InvalidRequestError for a request that could never be computed.
+    """Raise InvalidRequestError for a request that this node could never compute.
 
     Args:
-        num_tokens: tokens whose KV this node must hold at once for the request.
+        num_tokens: tokens whose KV the node must hold at once for the request.
         context: context length of the model, in tokens.
-        pool: tokens that the node's pool holds.
+        pool: capacity of the node's pool, in tokens.
     """
     length = len(request.prompt)
     if length >= context:
@@ -68,7 +68,7 @@ def check_length(request: Request, num_tokens: int, context: int, pool: int, rol
             f"the prompt has {length} tokens; the context of {context} has no room for output",
             param="prompt",
         )
-    # The last token is generated, but its KV is never needed.
+    # We never need the KV of the last generated token.
     if num_tokens >= context:
         raise InvalidRequestError(
             f"prompt ({length} tokens) and max_tokens ({request.params.max_tokens}) exceed the "

@@ -1,5 +1,4 @@
-"""Computed prompts on their way to decode nodes (queue "in flight"): from the last byte to the
-acknowledged commit."""
+"""Transfers of prefilled prompts (queue "in_flight"), from the last byte to the acknowledgement."""
 
 from __future__ import annotations
 
@@ -8,90 +7,96 @@ from typing import TYPE_CHECKING
 
 from pd.core.errors import TransferError
 from pd.core.messages import HEARTBEAT_INTERVAL, Commit, CommitAck
-from pd.core.request import RequestState
 from pd.engine.digests import Digests
+from pd.prefill_node.outgoing import outgoing_of
+from pd.scheduling.request import RequestState
 from pd.transfer.base import TransferState
 from pd.transfer.contained import Contained
 
 if TYPE_CHECKING:
-    from pd.core.request import Request
     from pd.prefill_node.outgoing import OutgoingRoom
-    from pd.prefill_node.peers import DecodePeers
     from pd.scheduling.core import NodeCore
+    from pd.scheduling.peer_table import PeerTable
+    from pd.scheduling.request import Request
     from pd.transfer.base import Sender, TransferManager
 
 
 class Commits:
-    """Commits transfers when their last byte has left. The caller holds the node's lock.
+    """Commits transfers whose last byte has left. The caller holds the node's lock.
+
+    Backends do not call us when a transfer completes. Instead the control thread polls in every
+    turn of its loop (:meth:`pd.node.node.Node.on_poll`), and waits for at most a millisecond
+    between turns while a transfer is about to complete.
 
     Attributes:
-        in_flight: rooms whose prompt is computed, oldest first.
+        in_flight: rooms whose prompt is prefilled, oldest first.
     """
 
     def __init__(
         self,
         core: NodeCore,
         transfer: TransferManager,
-        peers: DecodePeers,
+        peers: PeerTable,
         digests: Digests | None,
     ) -> None:
-        self._core, self._rooms, self._transfer = core, core.rooms, transfer
+        self._core, self._requests, self._transfer = core, core.requests, transfer
         self._peers, self._digests = peers, digests
         self.in_flight: list[OutgoingRoom] = []
 
-    def poll(self) -> bool:
-        """Commit transfers that are complete; True while one is about to be."""
+    def commit_complete(self) -> bool:
+        """Commit complete transfers; True while one is about to complete."""
         busy = False
         now = time.monotonic()
         for outgoing in list(self.in_flight):
             if outgoing.sender is None:
                 continue
-            with self.contained(outgoing.request):
-                busy = self._advance(outgoing, outgoing.sender, now) or busy
+            with self.contain_errors(outgoing.request):
+                busy = self._advance_transfer(outgoing, outgoing.sender, now) or busy
         return busy
 
-    def check(self, outgoing: OutgoingRoom, sender: Sender) -> None:
+    def check_transfer(self, outgoing: OutgoingRoom, sender: Sender) -> None:
         """End the request if its transfer has failed."""
-        with self.contained(outgoing.request):
-            self._state(outgoing, sender)
+        with self.contain_errors(outgoing.request):
+            self._transfer_state(outgoing, sender)
 
-    def contained(self, request: Request) -> Contained:
-        """Context in which a backend that is broken ends this request alone."""
-        return Contained(self._rooms.fail, request, "cannot send to")
+    def contain_errors(self, request: Request) -> Contained[Request]:
+        """Return a context that fails only this request if the backend raises."""
+        return Contained(self._requests.fail_request, request, "cannot send to")
 
-    def _advance(self, outgoing: OutgoingRoom, sender: Sender, now: float) -> bool:
-        """Commit a transfer that is complete; True while it is about to be."""
-        state = self._state(outgoing, sender)
+    def _advance_transfer(self, outgoing: OutgoingRoom, sender: Sender, now: float) -> bool:
+        """Commit a complete transfer; True while it is about to complete."""
+        state = self._transfer_state(outgoing, sender)
         if state is TransferState.DONE:
             outgoing.sent = outgoing.sent or now
             if outgoing.commit_sent is None or now > outgoing.commit_sent + HEARTBEAT_INTERVAL:
-                self._commit(outgoing, sender, now)
+                self._send_commit(outgoing, sender, now)
         return state is TransferState.ACTIVE
 
-    def _state(self, outgoing: OutgoingRoom, sender: Sender) -> TransferState:
-        """State of the transfer; if that failed, the request ends."""
+    def _transfer_state(self, outgoing: OutgoingRoom, sender: Sender) -> TransferState:
+        """Return the state of the transfer. If it failed, fail the request."""
         state = sender.poll()
         if state is TransferState.FAILED:
             error = sender.error or TransferError("the transfer failed")
-            self._rooms.fail(outgoing.request, error)
+            self._requests.fail_request(outgoing.request, error)
         return state
 
-    def _commit(self, outgoing: OutgoingRoom, sender: Sender, now: float) -> None:
-        """Send the commit: all bytes have left for good. Waits for the digest, if there is one."""
+    def _send_commit(self, outgoing: OutgoingRoom, sender: Sender, now: float) -> None:
+        """Send the commit, since all bytes have left. If there is a digest, wait until it is
+        computed."""
         request = outgoing.request
         assert outgoing.reservation is not None
         digest = b""
         if outgoing.digest is not None:
             if not outgoing.digest.done():
-                return  # its end wakes the control thread
+                return  # its completion wakes the control thread
             try:
-                digest = Digests.result(outgoing.digest)
+                digest = Digests.get_result(outgoing.digest)
             except TransferError as error:
-                self._rooms.fail(request, error)
+                self._requests.fail_request(request, error)
                 return
         outgoing.complete = outgoing.complete or now
         outgoing.commit_sent = now
-        times = outgoing.times()
+        times = outgoing.transfer_times()
         message = Commit(
             to=request.peer,
             sender=self._core.instance_id,
@@ -104,37 +109,39 @@ class Commits:
             wire_seconds=times.wire,
             exposed_seconds=times.exposed,
         )
-        self._peers.send(message)
+        self._peers.send_message(message)
 
     def start_digest(self, outgoing: OutgoingRoom) -> None:
-        """Compute the digest beside the last of the transfer; all that it reads is computed."""
+        """Compute the digest while the rest is sent. The KV is computed or queued on the stream."""
         if self._digests is None or outgoing.digest is not None:
             return
         assert outgoing.reservation is not None
         cached, request = outgoing.reservation.cached, outgoing.request
-        outgoing.digest = self._digests.start(request.sequence.pages, cached, len(request.prompt))
+        outgoing.digest = self._digests.start_digest(
+            request.sequence.pages, cached, len(request.prompt)
+        )
 
     def on_commit_ack(self, identity: bytes, message: CommitAck) -> None:
-        """The peer has committed: the request is done here."""
-        peer, request = message.sender, self._rooms.get(message.room)
+        """Finish the request, because the peer has committed."""
+        peer, request = message.sender, self._requests.find_request(message.room)
         if request is None or request.state is not RequestState.SENDING or request.peer != peer:
             return
-        outgoing = request.outgoing
+        outgoing = outgoing_of(request)
         if outgoing is None or outgoing.commit_sent is None or outgoing.reservation is None:
             return
         if outgoing.reservation.epoch == message.epoch:
             outgoing.acknowledged = True
-            self._count(outgoing)
-            self._rooms.finish(request)
+            self._count_transfer(outgoing)
+            self._requests.finish_request(request)
 
-    def _count(self, outgoing: OutgoingRoom) -> None:
+    def _count_transfer(self, outgoing: OutgoingRoom) -> None:
         request, metrics = outgoing.request, self._core.metrics
         num_bytes = outgoing.sender.bytes_sent if outgoing.sender else 0
         metrics.transferred_bytes.inc(num_bytes)
-        metrics.transfers.observe(
-            self._transfer.backend_of(request.peer), num_bytes, outgoing.times()
+        metrics.transfers.observe_transfer(
+            self._transfer.backend_of(request.peer), num_bytes, outgoing.transfer_times()
         )
-        metrics.observe("transfer", time.monotonic() - (request.times.first_token or 0.0))
+        metrics.observe_stage("transfer", time.monotonic() - (request.times.first_token or 0.0))
 
     def close(self) -> None:
         """Stop computing digests."""

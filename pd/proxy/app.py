@@ -1,4 +1,4 @@
-"""The HTTP application: paths, who may ask for them, errors."""
+"""The HTTP application: paths, access, errors."""
 
 from __future__ import annotations
 
@@ -13,16 +13,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Route
 
 from pd import __version__
-from pd.core.brief import shorten
+from pd.core.brief import shorten_text
 from pd.core.errors import InvalidRequestError, NotFoundError, PDError
-from pd.proxy.access import Guard
-from pd.proxy.chat_api import ChatAPI
-from pd.proxy.completions_api import CompletionsAPI
-from pd.proxy.description import add_description, answers
-from pd.proxy.generate_api import GenerateAPI
-from pd.proxy.invocations_api import InvocationsAPI
-from pd.proxy.responses import (
+from pd.proxy.api.answer_schemas import (
     AbortResult,
+    AnthropicEvent,
+    AnthropicMessage,
     ChatChunk,
     ChatCompletion,
     Completion,
@@ -39,30 +35,38 @@ from pd.proxy.responses import (
     ServerFacts,
     ServerLoad,
     Status,
+    TokenCount,
     TokenizeResult,
     TokenizerFacts,
     Version,
     WorkerEntry,
     WorkerList,
 )
-from pd.proxy.tokens_api import TokensAPI
-from pd.proxy.typed_routes import AdminRoute, TypedRoute
-from pd.proxy.web import error_response
+from pd.proxy.api.anthropic_api import AnthropicAPI
+from pd.proxy.api.chat_api import ChatAPI
+from pd.proxy.api.completions_api import CompletionsAPI
+from pd.proxy.api.description import add_description, describe_responses
+from pd.proxy.api.generate_api import GenerateAPI
+from pd.proxy.api.invocations_api import InvocationsAPI
+from pd.proxy.api.tokens_api import TokensAPI
+from pd.proxy.http.access import Guard
+from pd.proxy.http.json_responses import error_response, read_request_id
+from pd.proxy.http.typed_routes import AdminRoute, TypedRoute
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from starlette.requests import Request
 
-    from pd.proxy.access import Access
-    from pd.proxy.admin_api import AdminAPI
-    from pd.proxy.compat_api import CompatAPI
-    from pd.proxy.metrics import Metrics
-    from pd.proxy.service import Service
-    from pd.proxy.typed_routes import Handler
+    from pd.proxy.api.admin_api import AdminAPI
+    from pd.proxy.api.compat_api import CompatAPI
+    from pd.proxy.api.service import Service
+    from pd.proxy.dispatch.proxy_metrics import Metrics
+    from pd.proxy.http.access import Access
+    from pd.proxy.http.typed_routes import Handler
 
 
-# Characters of a path that an error quotes.
+# Errors quote at most this many characters of a path.
 _MAX_PATH_CHARACTERS = 100
 
 
@@ -82,27 +86,27 @@ def make_app(
 ) -> FastAPI:
     app = FastAPI(title="pd", version=__version__, openapi_url=None)
     app.state.bodies, app.state.access = service.bodies, access
-    endpoints = _endpoints(service, admin, compat)
+    endpoints = _list_endpoints(service, admin, compat)
     for endpoint in endpoints:
-        _add(app, endpoint)
+        _add_endpoint(app, endpoint)
     add_description(app, [endpoint.events for endpoint in endpoints])
     counted = {endpoint.path for endpoint in endpoints if endpoint.events is not None}
 
     async def refuse(request: Request, error: Exception) -> Response:
-        """Answer what is refused before it becomes a job, and count it where jobs are counted."""
+        """Answer requests rejected before they became jobs, and count them like jobs."""
         assert isinstance(error, PDError)
         if request.url.path in counted:
-            metrics.request_refused(request.url.path, error.kind)
-        return error_response(error)
+            metrics.count_refusal(request.url.path, error.kind)
+        return error_response(error, path=request.url.path)
 
     app.add_exception_handler(PDError, refuse)
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(ClientDisconnect, _client_gone)
-    app.add_exception_handler(Exception, _unexpected)
+    app.add_exception_handler(HTTPException, _answer_http_error)
+    app.add_exception_handler(ClientDisconnect, _answer_disconnect)
+    app.add_exception_handler(Exception, _answer_unexpected)
     app.add_middleware(Guard, access=access)
     if cors_origins:
-        # Outside of the guard: a browser asks for permission without a key, and its page may read
-        # the guard's errors.
+        # This goes around the guard, because a browser asks for permission without a key, and its
+        # page must be able to read the guard's errors.
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(cors_origins),
@@ -114,12 +118,12 @@ def make_app(
 
 
 class _Endpoint(NamedTuple):
-    """A path and what answers there.
+    """A path and its handler.
 
     Attributes:
-        answer: type of the answer's JSON; None where there is no JSON.
-        events: type of the events' JSON, where an answer may be streamed.
-        for_admins: only clients that may administrate are let in.
+        answer: type of the answer's JSON; None without JSON.
+        events: type of the events' JSON, if an answer may be streamed.
+        is_for_admins: only administrators have access.
     """
 
     method: str
@@ -127,69 +131,72 @@ class _Endpoint(NamedTuple):
     handler: Handler
     answer: object = None
     events: object = None
-    for_admins: bool = False
+    is_for_admins: bool = False
 
 
-def _endpoints(service: Service, admin: AdminAPI, compat: CompatAPI) -> list[_Endpoint]:
+def _list_endpoints(service: Service, admin: AdminAPI, compat: CompatAPI) -> list[_Endpoint]:
     tokens, endpoint = TokensAPI(service), _Endpoint
     completions, chat = CompletionsAPI(service), ChatAPI(service)
+    anthropic = AnthropicAPI(service)
     native, invocations = GenerateAPI(service), InvocationsAPI(chat, completions)
-    # The routes that are asked for most come first, since they are tried one after the other.
+    # The busiest routes come first, because routes are tried one after the other.
     return [
         endpoint("POST", "/v1/chat/completions", chat.handle, ChatCompletion, ChatChunk),
         endpoint("POST", "/v1/completions", completions.handle, Completion, CompletionChunk),
+        endpoint("POST", "/v1/messages", anthropic.handle, AnthropicMessage, AnthropicEvent),
+        endpoint("POST", "/v1/messages/count_tokens", anthropic.count_tokens, TokenCount),
         endpoint("POST", "/invocations", invocations.handle, InvocationAnswer, InvocationEvent),
         endpoint("POST", "/generate", native.handle, NativeAnswer, NativeResult),
-        endpoint("GET", "/v1/models", admin.models, ModelList),
-        endpoint("GET", "/v1/models/{model:path}", admin.model, ModelCard),
+        endpoint("GET", "/v1/models", admin.list_models, ModelList),
+        endpoint("GET", "/v1/models/{model:path}", admin.get_model, ModelCard),
         endpoint("POST", "/tokenize", tokens.tokenize, TokenizeResult),
         endpoint("POST", "/detokenize", tokens.detokenize, DetokenizeResult),
         endpoint("POST", "/v1/tokenize", tokens.tokenize, TokenizeResult),
         endpoint("POST", "/v1/detokenize", tokens.detokenize, DetokenizeResult),
-        endpoint("GET", "/tokenizer_info", tokens.info, TokenizerFacts),
+        endpoint("GET", "/tokenizer_info", tokens.describe_tokenizer, TokenizerFacts),
         endpoint("POST", "/abort_request", admin.abort_request, AbortResult),
-        endpoint("GET", "/health", admin.health, Status),
-        endpoint("GET", "/readiness", admin.readiness, Status),
-        endpoint("GET", "/metrics", admin.metrics),
-        endpoint("GET", "/ping", compat.ping),
-        endpoint("POST", "/ping", compat.ping),
-        endpoint("GET", "/version", compat.version, Version),
-        endpoint("GET", "/get_model_info", compat.model_info, ModelInfo),
-        endpoint("GET", "/model_info", compat.model_info, ModelInfo),
-        endpoint("GET", "/server_info", compat.server_info, ServerFacts),
-        endpoint("GET", "/get_server_info", compat.server_info, ServerFacts),
-        endpoint("GET", "/load", compat.load, ServerLoad),
-        endpoint("GET", "/health_generate", compat.health_generate),
-        endpoint("GET", "/workers", admin.workers, WorkerList, for_admins=True),
-        endpoint("POST", "/workers", admin.add_worker, WorkerEntry, for_admins=True),
+        endpoint("GET", "/health", admin.check_health, Status),
+        endpoint("GET", "/readiness", admin.check_readiness, Status),
+        endpoint("GET", "/metrics", admin.export_metrics),
+        endpoint("GET", "/ping", compat.answer_ping),
+        endpoint("POST", "/ping", compat.answer_ping),
+        endpoint("GET", "/version", compat.get_version, Version),
+        endpoint("GET", "/get_model_info", compat.describe_model, ModelInfo),
+        endpoint("GET", "/model_info", compat.describe_model, ModelInfo),
+        endpoint("GET", "/server_info", compat.describe_server, ServerFacts),
+        endpoint("GET", "/get_server_info", compat.describe_server, ServerFacts),
+        endpoint("GET", "/load", compat.report_load, ServerLoad),
+        endpoint("GET", "/health_generate", compat.check_generation),
+        endpoint("GET", "/workers", admin.list_workers, WorkerList, is_for_admins=True),
+        endpoint("POST", "/workers", admin.add_worker, WorkerEntry, is_for_admins=True),
         endpoint(
             "POST",
             "/workers/{instance_id:path}",
             admin.set_role,
             WorkerEntry,
-            for_admins=True,
+            is_for_admins=True,
         ),
         endpoint(
             "DELETE",
             "/workers/{instance_id:path}",
             admin.remove_worker,
             WorkerEntry,
-            for_admins=True,
+            is_for_admins=True,
         ),
-        endpoint("POST", "/flush_cache", admin.flush_cache, FlushResult, for_admins=True),
-        endpoint("POST", "/reset_prefix_cache", admin.flush_cache, FlushResult, for_admins=True),
+        endpoint("POST", "/flush_cache", admin.flush_cache, FlushResult, is_for_admins=True),
+        endpoint("POST", "/reset_prefix_cache", admin.flush_cache, FlushResult, is_for_admins=True),
     ]
 
 
-def _add(app: FastAPI, endpoint: _Endpoint) -> None:
-    route_class = AdminRoute if endpoint.for_admins else TypedRoute
+def _add_endpoint(app: FastAPI, endpoint: _Endpoint) -> None:
+    route_class = AdminRoute if endpoint.is_for_admins else TypedRoute
     app.router.add_api_route(
         endpoint.path,
         endpoint.handler,
         methods=[endpoint.method],
         response_model=None,
         response_class=Response if endpoint.answer is None else JSONResponse,
-        responses=answers(endpoint.answer, endpoint.events),
+        responses=describe_responses(endpoint.answer, endpoint.events),
         route_class_override=route_class,
     )
     if endpoint.method == "GET":
@@ -203,30 +210,39 @@ def _add(app: FastAPI, endpoint: _Endpoint) -> None:
         )
 
 
-async def _http_error(request: Request, error: Exception) -> Response:
-    """Starlette's own refusals: unknown paths and methods."""
+async def _answer_http_error(request: Request, error: Exception) -> Response:
+    """Answer Starlette's own errors, which are about unknown paths and methods."""
     assert isinstance(error, HTTPException)
-    where = f"{request.method} {shorten(request.url.path, _MAX_PATH_CHARACTERS)}"
+    where = f"{request.method} {shorten_text(request.url.path, _MAX_PATH_CHARACTERS)}"
     if error.status_code == HTTPStatus.NOT_FOUND:
-        return error_response(NotFoundError(f"there is no {where}"))
+        return error_response(NotFoundError(f"there is no {where}"), path=request.url.path)
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-        response = error_response(MethodNotAllowedError(f"{where} is not possible"))
-        response.headers["Allow"] = ", ".join(sorted(_methods_of(request)))
+        response = error_response(
+            MethodNotAllowedError(f"{where} is not possible"), path=request.url.path
+        )
+        response.headers["Allow"] = ", ".join(sorted(_list_methods(request)))
         return response
-    return error_response(InvalidRequestError(f"{where}: {error.detail}"))
+    return error_response(InvalidRequestError(f"{where}: {error.detail}"), path=request.url.path)
 
 
-def _methods_of(request: Request) -> set[str]:
-    """All methods of a path: each has a route of its own, of which Starlette names the first's."""
+def _list_methods(request: Request) -> set[str]:
+    """List all methods of a path.
+
+    Starlette's error names only those of the first matching route, and each of our methods has its
+    own route.
+    """
     routes = [route for route in request.app.routes if isinstance(route, Route)]
     here = (route for route in routes if route.matches(request.scope)[0] != Match.NONE)
     return set().union(*(route.methods or () for route in here))
 
 
-async def _client_gone(request: Request, error: Exception) -> Response:
+async def _answer_disconnect(request: Request, error: Exception) -> Response:
     return Response(status_code=499)
 
 
-async def _unexpected(request: Request, error: Exception) -> Response:
-    # Starlette raises the error again after this response, and uvicorn logs its traceback.
-    return error_response(PDError("internal error; the proxy's log has the details"))
+async def _answer_unexpected(request: Request, error: Exception) -> Response:
+    # Starlette re-raises the error after this response, and uvicorn logs its traceback.
+    error = PDError("internal error; the proxy's log has the details")
+    return error_response(
+        error, {"X-Request-Id": read_request_id(request.scope)}, path=request.url.path
+    )

@@ -1,5 +1,7 @@
-"""Configuration of a proxy. The command line reads its defaults, so it imports the rest of the
-proxy only where a value is checked."""
+"""Configuration of a proxy.
+
+The command line reads the defaults, so we import other modules of the proxy only to check values.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,14 @@ from pd.core.config import (
     TOOL_CALL_PARSERS,
 )
 from pd.core.errors import UsageError
-from pd.proxy.api_keys import ApiKey
+from pd.proxy.http.api_keys import ApiKey
+from pd.proxy.nodes.discovery.flag import parse_sources
 
 if TYPE_CHECKING:
-    from pd.proxy.certificate import ServerCertificate
-    from pd.proxy.prediction import Predictor
+    from pd.proxy.http.certificate import ServerCertificate
+    from pd.proxy.routing.prediction import Predictor
 
-# Processes of one proxy; more than any host has cores for.
+# Largest number of processes of one proxy; more than the cores of any host.
 MAX_PROCESSES = 256
 # An hour.
 MAX_OBJECTIVE_MS = 3.6e6
@@ -32,25 +35,27 @@ MAX_FAILOVERS = 1000
 
 @dataclass(kw_only=True)
 class ProxyConfig:
-    """Settings of one proxy; names are those of the flags.
+    """Settings of one proxy. The names are those of the flags.
 
     Attributes:
         prefill, decode, unified: HTTP URLs of the nodes.
+        discover: where further nodes are listed, see :mod:`pd.proxy.nodes.discovery.flag`.
         port: 0 picks a free one.
-        tokenizer: directory of the tokenizer's files; None takes that of the nodes.
+        tokenizer: directory of the tokenizer's files; None takes the tokenizer of the nodes.
         request_timeout, drain_timeout: in seconds.
-        stream_interval: tokens of an event at least, of requests which choose none.
-        workers: processes that serve the port.
-        tls_cert, tls_key: files in PEM format; with both the port speaks HTTPS only.
-        failover: ``on`` or ``off``: whether requests go on elsewhere when nodes fail.
-        max_failovers: how often a request does, at most.
-        failover_wait: seconds that it waits for a node that can go on with it.
-        trace_requests: file with a row for every prompt that was served.
+        stream_interval: minimum tokens per event, for requests without their own choice.
+        workers: number of serving processes.
+        tls_cert, tls_key: files in PEM format. With both, the port speaks only HTTPS.
+        failover: ``on`` or ``off``: whether requests fail over when nodes fail.
+        max_failovers: limit on the failovers of a request.
+        failover_wait: seconds that a request waits for an available node.
+        trace_requests: file with a row for every served prompt.
     """
 
     prefill: list[str] = field(default_factory=list)
     decode: list[str] = field(default_factory=list)
     unified: list[str] = field(default_factory=list)
+    discover: list[str] = field(default_factory=list)
     host: str = "127.0.0.1"
     port: int = 8000
     tokenizer: str | None = None
@@ -81,29 +86,28 @@ class ProxyConfig:
 
     @property
     def itl(self) -> float:
-        """Seconds between tokens that nodes are asked to keep; 0 leaves it to them."""
+        """Objective for the seconds between tokens; 0 leaves it to the nodes."""
         return (self.slo_itl_ms or 0.0) / 1e3
 
     def make_certificate(self) -> ServerCertificate | None:
-        """Return the certificate with which the proxy serves HTTPS; None if it serves HTTP."""
+        """Return the certificate for HTTPS, or None for HTTP."""
         if self.tls_cert is None or self.tls_key is None:
             return None
-        from pd.proxy.certificate import ServerCertificate
+        from pd.proxy.http.certificate import ServerCertificate
 
         return ServerCertificate(self.tls_cert, self.tls_key)
 
     def make_predictor(self) -> Predictor | None:
-        """Return the predictor that chooses among elastic nodes; None if roles and the policy
-        choose."""
+        """Return the predictor for elastic nodes, or None if roles and the policy decide."""
         if self.elastic == "off" or self.policy != "cache_aware":
             return None
-        from pd.proxy.prediction import Predictor
+        from pd.proxy.routing.prediction import Predictor
 
         return Predictor(None if self.slo_ttft_ms is None else self.slo_ttft_ms / 1e3)
 
     @property
     def all_keys(self) -> list[ApiKey]:
-        """The keys that clients may show, from wherever they were given."""
+        """All accepted keys."""
         keys = list(self.api_keys)
         if self.api_key is not None:
             keys.append(ApiKey(self.api_key, "inference", "--api-key"))
@@ -113,15 +117,15 @@ class ProxyConfig:
 
     @property
     def key_required(self) -> bool:
-        """Whether clients that generate must show a key."""
+        """Whether clients need a key to generate."""
         return self.api_key is not None or bool(self.api_keys)
 
     def validate(self) -> None:
-        """Raises UsageError naming the value that cannot work."""
-        from pd.proxy.access import check_api_keys, check_cors_origins
-        from pd.proxy.certificate import check_certificate
-        from pd.proxy.policies import make_policy
-        from pd.proxy.pool import MAX_WORKERS
+        """Raise UsageError for a value that cannot work."""
+        from pd.proxy.http.access import check_api_keys, check_cors_origins
+        from pd.proxy.http.certificate import check_certificate
+        from pd.proxy.nodes.pool import MAX_WORKERS
+        from pd.proxy.routing.policies import make_policy
 
         make_policy(self.policy)
         for flag, value, known in (
@@ -169,5 +173,6 @@ class ProxyConfig:
         urls = [*self.prefill, *self.decode, *self.unified]
         if len(urls) > MAX_WORKERS:
             raise UsageError(f"{len(urls)} nodes are given; a proxy takes at most {MAX_WORKERS}")
+        parse_sources(self.discover, has_key=self.cluster_key is not None)
         if self.tokenizer is not None and not Path(self.tokenizer).is_dir():
             raise UsageError(f"--tokenizer: there is no directory {self.tokenizer}")

@@ -15,85 +15,121 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import uvicorn
 
-from pd.core.addresses import bind, in_url
-from pd.core.connections import ConnectionLimits, GuardedServer, raise_file_limit
+from pd.core.addresses import bind_socket, format_host, is_loopback
 from pd.core.errors import NotFoundError, PDError, SetupError, UnavailableError
-from pd.core.garbage import freeze_objects
-from pd.core.local_requests import is_loopback
-from pd.proxy.access import Access
-from pd.proxy.actions import Performer
-from pd.proxy.admin_api import AdminAPI
-from pd.proxy.admission import Admission
+from pd.net.connection_limits import ConnectionLimits
+from pd.net.connections import GuardedServer
+from pd.proxy.api.admin_api import AdminAPI
+from pd.proxy.api.compat_api import CompatAPI
+from pd.proxy.api.service import Service
 from pd.proxy.app import make_app
-from pd.proxy.background import Background
-from pd.proxy.bodies import Bodies
-from pd.proxy.channel import Sockets
-from pd.proxy.compat_api import CompatAPI
-from pd.proxy.dispatcher import Dispatcher
-from pd.proxy.ledger import Ledger
-from pd.proxy.loop import new_loop
-from pd.proxy.metrics import Metrics
-from pd.proxy.policies import make_policy
-from pd.proxy.pool import NodePool
-from pd.proxy.request_trace import RequestTrace, create_trace
-from pd.proxy.routing import Router
-from pd.proxy.service import Service
-from pd.proxy.tokenizer import TextModels
+from pd.proxy.dispatch.admission import Admission
+from pd.proxy.dispatch.dispatcher import Dispatcher
+from pd.proxy.dispatch.logprob_memory import LogprobMemory
+from pd.proxy.dispatch.proxy_metrics import Metrics
+from pd.proxy.dispatch.request_trace import RequestTrace, create_trace
+from pd.proxy.http.access import Access
+from pd.proxy.http.background import Background
+from pd.proxy.http.bodies import Bodies
+from pd.proxy.nodes.channel import Sockets
+from pd.proxy.nodes.discovery.discovery import Discovery
+from pd.proxy.nodes.discovery.flag import parse_sources
+from pd.proxy.nodes.events import NodesChanged
+from pd.proxy.nodes.pool import NodePool
+from pd.proxy.routing.policies import make_policy
+from pd.proxy.routing.routing import Router
+from pd.proxy.text.tokenizer import TextModels
+from pd.proxy.workers.actions import Performer
+from pd.proxy.workers.ledger import Ledger
+from pd.proxy.workers.loop import new_loop
+from pd.util.descriptors import FILES_PER_PEER, count_spare_files, raise_file_limit
+from pd.util.garbage import freeze_objects
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from pd.core.connections import ConnectionSource
-    from pd.core.messages import AnyMessage
+    from fastapi import FastAPI
+    from starlette.types import ASGIApp
+
     from pd.core.node_info import Role
+    from pd.net.connections import ConnectionSource
     from pd.proxy.config import ProxyConfig
-    from pd.proxy.node_handle import NodeHandle
-    from pd.proxy.shared import Shared
+    from pd.proxy.nodes.events import NodeEvent
+    from pd.proxy.nodes.node_http import NodeAccess
+    from pd.proxy.workers.shared import Shared
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# So long the ready line waits for nodes that are already up; without them it comes then.
+# Time that the ready line waits for nodes.
 READY_GRACE_SECONDS = 3.0
 BACKLOG = 2048
-# Idle connections are kept for longer than common clients and balancers keep theirs, so that the
-# proxy does not cut one that is reused.
+# We keep idle connections longer than common clients and load balancers do, because we must not
+# close one being reused.
 LIMITS = ConnectionLimits(keep_alive_seconds=75)
-# Kernel memory per client, so that one that does not read is noticed instead of buffered for.
+# Kernel memory per client. It is small, because we want to notice an unresponsive client instead of
+# buffering for it.
 SEND_BUFFER_BYTES = 256 << 10
-# A client that acknowledges nothing for so long is gone.
+# A client that acknowledges nothing for this long is gone.
 UNREAD_TIMEOUT_MS = 60_000
 
 
 class Proxy:
-    """One proxy process. ``start``, then ``drain`` and ``stop``, all on one event loop.
+    """One proxy process. Call ``start``, then ``drain`` and ``stop``, all on one event loop.
 
     Attributes:
-        instance_id: its name towards the nodes, new with every start.
-        url: where it listens, once started.
-        performer: performs actions on this process, once it has started.
+        instance_id: name of this process for nodes, new with every start.
+        url: address of its listener, once started.
+        performer: performs actions in this process, once started.
     """
 
     def __init__(self, config: ProxyConfig, shared: Shared | None = None) -> None:
-        """``shared``: of one of several processes. Raises UsageError for a configuration that
-        cannot work."""
+        """``shared``: resources of one of several processes. Raises UsageError for an invalid
+        configuration."""
         config.validate()
         self.config = config
         self.instance_id = uuid.uuid4().hex
         self.url = ""
         self.performer: Performer
+        self._app: FastAPI
         self._shared = shared
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
         self._became_ready = asyncio.Event()
-        self._prepared: set[str] = set()  # models whose tokenizer was asked for
+        self._prepared: set[str] = set()  # models with a requested tokenizer
         self._preparing: set[asyncio.Task[None]] = set()
         self._differences: set[str] = set()
+        self._discovery: Discovery | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start_without_port(self, role: Role, url: str, node_access: NodeAccess) -> ASGIApp:
+        """Watch one node, and return the application for a caller in this process.
+
+        The answers are those of a proxy with a port. End it with :meth:`stop`.
+
+        Args:
+            url: name of the node for ``node_access``.
+        """
+        text_models = await self._load_text_models()
+        self._build(text_models, on_loopback=True, most_nodes=1, node_access=node_access)
+        self._pool.start(self._handle_event)
+        self._pool.add_node(role, url)
+        return self._app
 
     async def start(self) -> None:
-        """Bind, begin to watch the nodes, serve. Raises SetupError if the port is in use, or if the
-        system lacks what serving it needs, such as descriptors."""
+        """Bind, begin to watch the nodes, serve.
+
+        Raises SetupError if the port is in use, or if the system lacks resources such as
+        descriptors.
+        """
         config, shared = self.config, self._shared
+        nodes: dict[Role, list[str]] = {
+            "prefill": config.prefill,
+            "decode": config.decode,
+            "unified": config.unified,
+        }
+        num_nodes = sum(map(len, nodes.values()))
+        spare = count_spare_files(f"a proxy of {num_nodes} nodes", num_nodes)
         certificate = config.make_certificate()
         source: ConnectionSource
         if shared is None:
@@ -104,27 +140,26 @@ class Proxy:
         else:
             source, address = shared.connections, shared.address
         try:
-            text_models = TextModels(
-                config.tokenizer,
-                split_special_tokens=config.split_special_tokens,
-                tool_call_parser=config.tool_call_parser,
-                reasoning_parser=config.reasoning_parser,
+            text_models = await self._load_text_models()
+            # Half of the descriptors is for clients, the other half for nodes that join later.
+            self._build(
+                text_models,
+                on_loopback=is_loopback(address[0]),
+                most_nodes=num_nodes + spare // 2 // FILES_PER_PEER,
             )
-            await text_models.get(None)
-            self._build(text_models, on_loopback=is_loopback(address[0]))
         except PDError:
             source.close()
             raise
-        self.url = url_of(*address, is_encrypted=certificate is not None)
-        self._pool.start()
-        nodes: dict[Role, list[str]] = {
-            "prefill": config.prefill,
-            "decode": config.decode,
-            "unified": config.unified,
-        }
+        self.url = make_url(*address, is_encrypted=certificate is not None)
+        self._pool.start(self._handle_event)
         for role, urls in nodes.items():
             for url in urls:
-                self._pool.add(role, url)
+                self._pool.add_node(role, url)
+        if config.discover:
+            has_key = config.cluster_key is not None
+            sources = parse_sources(config.discover, has_key=has_key)
+            self._discovery = Discovery(sources, self._pool, has_key=has_key)
+            self._discovery.start()
         settings = uvicorn.Config(
             self._app,
             lifespan="off",
@@ -133,16 +168,36 @@ class Proxy:
             backlog=BACKLOG,
             timeout_graceful_shutdown=1,
         )
-        limits = LIMITS if shared is None else LIMITS.share(shared.count)
-        tls = None if certificate is None else certificate.context
-        self._server = GuardedServer(settings, limits, tls)
+        limits = LIMITS if shared is None else LIMITS.divide_among(shared.count)
+        limits = limits.fit_files(spare // 2)
+        tls = None if certificate is None else certificate.get_context
+        self._server = GuardedServer(settings, limits, tls, has_owners=True)
         self._serving = asyncio.create_task(self._server.serve_from(source))
         while not self._server.started and not self._serving.done():
             await asyncio.sleep(0.005)
         if not self._server.started and (error := self._serving.exception()) is not None:
             raise SetupError(f"cannot serve {self.url}: {error}") from error
 
-    def _build(self, text_models: TextModels, *, on_loopback: bool) -> None:
+    async def _load_text_models(self) -> TextModels:
+        """Load the configured tokenizer, if there is one. Raises UsageError."""
+        config = self.config
+        text_models = TextModels(
+            config.tokenizer,
+            split_special_tokens=config.split_special_tokens,
+            tool_call_parser=config.tool_call_parser,
+            reasoning_parser=config.reasoning_parser,
+        )
+        await text_models.load(None)
+        return text_models
+
+    def _build(
+        self,
+        text_models: TextModels,
+        *,
+        on_loopback: bool,
+        most_nodes: int,
+        node_access: NodeAccess | None = None,
+    ) -> None:
         config, shared = self.config, self._shared
         self._text_models = text_models
         metrics = Metrics()
@@ -156,11 +211,8 @@ class Proxy:
             cluster_key=config.cluster_key,
             itl=config.itl,
             elastic=config.elastic == "auto",
-            on_message=self._on_message,
-            on_taken=self._on_taken,
-            on_lost=self._on_lost,
-            on_heartbeat=self._on_heartbeat,
-            on_change=self._on_change,
+            most_nodes=most_nodes,
+            access=node_access,
         )
         policy, predictor = make_policy(config.policy), config.make_predictor()
         self._router = Router(policy, self._pool.nodes, predictor)
@@ -169,10 +221,12 @@ class Proxy:
             self._router,
             metrics,
             Admission(config.max_queue, Ledger() if shared is None else shared.ledger),
+            LogprobMemory(1 if shared is None else shared.count),
             request_timeout=config.request_timeout,
             max_failovers=config.max_failovers if config.failover == "on" else 0,
             failover_wait=config.failover_wait,
-            on_released=self._pool.release,
+            node_refresh=self._pool.node_refresh,
+            on_released=self._pool.release_node,
             trace=self._trace,
         )
         self._background = Background()
@@ -184,10 +238,11 @@ class Proxy:
             config.stream_interval,
             self._background,
             Bodies(self._background, 1 if shared is None else shared.count),
+            self._pool.node_refresh,
             claims=None if shared is None else shared.claims,
         )
         self.performer = Performer(self._pool, self._dispatcher, metrics)
-        everywhere = self.performer.alone if shared is None else shared.everywhere
+        everywhere = self.performer.perform_alone if shared is None else shared.everywhere
         access = Access(
             config.all_keys,
             key_required=config.key_required,
@@ -200,95 +255,94 @@ class Proxy:
         self._app = make_app(service, admin, compat, metrics, access, config.cors_origins)
 
     async def wait_ready(self, timeout: float) -> bool:
-        """Whether the nodes can serve, waiting at most ``timeout`` seconds for them (none: not) and
-        for the links between them."""
-        if not self._pool.nodes:
+        """Wait for the nodes and the links between them, for at most ``timeout`` seconds. Returns
+        whether they can serve. Without nodes, returns at once."""
+        if not self._pool.nodes and self._discovery is None:
             return False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await self._became_ready.wait()
                 await self._pool.wait_linked()
-        return self._router.ready()
+        return self._router.can_serve()
 
     @property
     def connections(self) -> int:
-        """Connections of clients at present."""
+        """Number of open connections of clients."""
         return self._server.connections
 
     def request_stop(self) -> None:
-        """Ask :func:`serve` to drain and end, and the second time to end at once (from the event
-        loop's thread)."""
+        """Ask :func:`serve` to drain and end, the second time to end at once. Call it on the event
+        loop's thread."""
         if self._stopping.is_set():
             self._hurry.set()
         self._stopping.set()
 
-    async def stop_requested(self) -> None:
+    async def wait_stop_requested(self) -> None:
         """Wait for :meth:`request_stop`."""
         await self._stopping.wait()
 
-    async def hurry_requested(self) -> None:
+    async def wait_hurry_requested(self) -> None:
         """Wait for the second :meth:`request_stop`."""
         await self._hurry.wait()
 
     async def drain(self, timeout: float | None = None) -> bool:
-        """Refuse new requests and wait for those under way; False if they took too long."""
+        """Refuse new requests and wait for the others. Returns False if they took too long."""
         self._dispatcher.admission.is_closed = True
         limit = self.config.drain_timeout if timeout is None else timeout
         try:
-            await asyncio.wait_for(self._dispatcher.idle(), limit)
+            await asyncio.wait_for(self._dispatcher.wait_idle(), limit)
         except TimeoutError:
             logger.warning("%d requests did not finish in time", len(self._dispatcher.jobs))
             return False
         return True
 
     async def stop(self) -> None:
-        """End what is left (clients get an error), tell the nodes, close everything."""
+        """Fail the remaining requests, tell the nodes, and close everything."""
         self._dispatcher.admission.is_closed = True
         self._dispatcher.shut_down()
-        self._server.should_exit = True
         for task in self._preparing:
             task.cancel()
-        await asyncio.gather(self._serving, return_exceptions=True)
+        if self._serving is not None:
+            self._server.should_exit = True
+            await asyncio.gather(self._serving, return_exceptions=True)
+        if self._discovery is not None:
+            await self._discovery.close()
         await self._pool.close()
         self._sockets.close()
         self._background.close()
         if self._trace is not None:
             await asyncio.to_thread(self._trace.close)
 
-    def _on_message(self, node: NodeHandle, message: AnyMessage) -> None:
-        self._dispatcher.receive(node, message)
+    def _handle_event(self, event: NodeEvent) -> None:
+        self._dispatcher.handle_event(event)
+        if isinstance(event, NodesChanged):
+            self._check_models()
 
-    def _on_taken(self) -> None:
-        self._dispatcher.deliver()
-
-    def _on_lost(self, node: NodeHandle, reason: str, died: bool) -> None:
-        self._dispatcher.node_lost(node, reason, died=died)
-
-    def _on_heartbeat(self, node: NodeHandle) -> None:
-        self._dispatcher.heard_from(node)
-
-    def _on_change(self) -> None:
-        self._dispatcher.nodes_changed()
-        new = set(self._router.models()) - self._prepared
-        if self._router.ready() and new:
+    def _check_models(self) -> None:
+        """Prepare new models, and warn of incompatible nodes."""
+        new = set(self._router.list_models()) - self._prepared
+        if self._router.can_serve() and new:
             self._prepared |= new
             task = asyncio.create_task(self._prepare(new))
             self._preparing.add(task)
             task.add_done_callback(self._preparing.discard)
-        # A difference is logged when it is first seen, so also when a proxy starts.
-        found = set(self._router.differences())
+        # We log a difference when it is new, so also at the start.
+        found = set(self._router.find_differences())
         for difference in found - self._differences:
-            logger.warning("nodes that cannot work together: %s", difference)
-        self._differences = found
+            logger.warning("nodes cannot work together: %s", difference)
+        unlike = set(self._router.find_answer_differences())
+        for difference in unlike - found - self._differences:
+            logger.warning("nodes of one model name that answer differently: %s", difference)
+        self._differences = found | unlike
 
     async def _prepare(self, models: set[str]) -> None:
-        """Load tokenizers before they are needed: one that is missing is known at the start."""
+        """Load tokenizers early, because a missing one should show at the start."""
         for model in models:
             try:
-                await self._text_models.get(self._router.limits(model).model_path)
+                await self._text_models.load(self._router.get_limits(model).model_path)
             except (NotFoundError, UnavailableError):
                 continue
-            except Exception:  # its requests say so, too; those of other models are served
+            except Exception:  # its requests fail with the error, and we serve other models
                 logger.exception("cannot load the tokenizer of %s", model)
         self._became_ready.set()
 
@@ -305,9 +359,9 @@ class Served(Protocol):
 
     def request_stop(self) -> None: ...
 
-    async def stop_requested(self) -> None: ...
+    async def wait_stop_requested(self) -> None: ...
 
-    async def hurry_requested(self) -> None: ...
+    async def wait_hurry_requested(self) -> None: ...
 
     async def drain(self) -> bool: ...
 
@@ -315,38 +369,40 @@ class Served(Protocol):
 
 
 async def serve(proxy: Served, on_ready: Callable[[str, str], None]) -> None:
-    """Run a proxy until :meth:`Proxy.request_stop`, then drain; a second one ends it at once.
+    """Run a proxy until :meth:`Proxy.request_stop`, then drain. A second request ends it at once.
 
     Args:
-        on_ready: called with URL and instance id once it listens; the nodes get a few seconds to
-            be there too.
+        on_ready: called with URL and instance id once the proxy listens. Nodes get a few seconds to
+            be ready before.
 
     Raises:
-        UsageError, SetupError: it cannot start; the message says what to do.
+        UsageError, SetupError: the proxy cannot start. The message says what to do.
     """
     raise_file_limit()
     await proxy.start()
     try:
-        ended = await _first(proxy.wait_ready(READY_GRACE_SECONDS), proxy.stop_requested())
+        ended = await _wait_first(
+            proxy.wait_ready(READY_GRACE_SECONDS), proxy.wait_stop_requested()
+        )
         if not ended[1]:
             freeze_objects()
             on_ready(proxy.url, proxy.instance_id)
-            await proxy.stop_requested()
-        await _first(proxy.drain(), proxy.hurry_requested())
+            await proxy.wait_stop_requested()
+        await _wait_first(proxy.drain(), proxy.wait_hurry_requested())
     finally:
         await proxy.stop()
 
 
 def stop_on_signals(proxy: Served) -> None:
-    """Let SIGTERM and SIGINT request the proxy's stop, where this is the main thread."""
+    """Let SIGTERM and SIGINT request the stop, if this is the main thread."""
     if threading.current_thread() is threading.main_thread():
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, proxy.request_stop)
 
 
-async def _first(*waits: Coroutine[Any, Any, object]) -> list[bool]:
-    """Wait for one of several and give the others up; returns which of them ended."""
+async def _wait_first(*waits: Coroutine[Any, Any, object]) -> list[bool]:
+    """Wait for the first of several and cancel the others. Returns for each whether it ended."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     ended = [task.done() for task in tasks]
@@ -356,15 +412,15 @@ async def _first(*waits: Coroutine[Any, Any, object]) -> list[bool]:
     return ended
 
 
-def url_of(host: str, port: int, *, is_encrypted: bool = False) -> str:
-    """The URL of a server at this IP address."""
+def make_url(host: str, port: int, *, is_encrypted: bool = False) -> str:
+    """Return the URL of a server at this IP address."""
     scheme = "https" if is_encrypted else "http"
-    return f"{scheme}://{in_url(host)}:{port}"
+    return f"{scheme}://{format_host(host)}:{port}"
 
 
 def bind_listener(host: str, port: int) -> socket.socket:
-    """The bound socket of a proxy. Raises SetupError in one line."""
-    listener = bind(host, port)
+    """Bind the socket of a proxy. Raises SetupError."""
+    listener = bind_socket(host, port)
     # Connections inherit both.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
@@ -373,9 +429,9 @@ def bind_listener(host: str, port: int) -> socket.socket:
 
 
 class ProxyThread:
-    """A proxy on a thread with an event loop of its own, for tests and the demo.
+    """A proxy on its own thread and event loop, for tests and the demo.
 
-    ``make``: makes it of its configuration.
+    ``make``: makes the proxy from its configuration.
     """
 
     def __init__(self, config: ProxyConfig, make: Callable[[ProxyConfig], Proxy] = Proxy) -> None:
@@ -391,7 +447,7 @@ class ProxyThread:
         return self.proxy.url
 
     def start(self, wait_ready: float = 10.0) -> ProxyThread:
-        """Start and wait for the nodes (0: do not wait). Raises what :meth:`Proxy.start` raises."""
+        """Start, and wait for the nodes (0: do not wait). Raises as :meth:`Proxy.start` does."""
         self._thread.start()
         self.run(self._start(wait_ready))
         return self
@@ -419,5 +475,5 @@ class ProxyThread:
             await proxy.wait_ready(wait_ready)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run something of :attr:`proxy` on its loop and wait for the result."""
+        """Run a coroutine on the loop of :attr:`proxy` and wait for the result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

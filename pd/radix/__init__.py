@@ -1,10 +1,11 @@
-"""Radix cache: which KV pages hold which token prefixes. No torch, no device memory.
+"""Radix cache: knows which KV pages hold which token prefixes. No torch, no device memory.
 
-The cache handles page *ids* alone. Its caller allocates the pages, writes them and decides when to
+The cache only handles page *ids*. Its caller allocates pages, writes them and decides when to
 evict; see :class:`RadixCache`.
 """
 
 from pd.radix.cache import InsertResult, MatchResult, RadixCache
+from pd.radix.invariants import check_invariants
 from pd.radix.policies import EVICTION_POLICIES
 from pd.radix.tree_node import IntArray, TreeNode
 
@@ -15,4 +16,5 @@ __all__ = [
     "MatchResult",
     "RadixCache",
     "TreeNode",
+    "check_invariants",
 ]

@@ -1,4 +1,4 @@
-"""Changes of a radix cache in their order, with parents and tokens, for other routers than pd's."""
+"""Changes of a radix cache in order, with parents and tokens, for routers other than ours."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ if TYPE_CHECKING:
 
 
 class BlockChanges(NamedTuple):
-    """Changes since the last time, in order: a run of pages that were stored, or the joined hashes
-    of pages that were removed.
+    """Changes since the last time, in order.
 
-    ``complete``: forget all that was known before, ``changes`` are everything that is cached.
+    Attributes:
+        changes: for each change, a run of stored pages or the joined hashes of removed pages.
+        is_complete: whether ``changes`` describe the whole cache, so you must forget all earlier
+            ones.
     """
 
     changes: list[PageRun | bytes]
-    complete: bool
+    is_complete: bool
 
 
 class BlockLog:
-    """Listens to a cache and collects changes until they are taken.
+    """Listens to a cache, and collects changes until you take them.
 
-    The first that are taken are all that is cached. So are the next ones when changes came to more
-    pages than ``max_pages`` before anybody took them, and after :meth:`start_over`.
+    The first changes describe the whole cache. So do the next ones after :meth:`restart`, or after
+    more than ``max_pages`` pages changed before you took them.
     """
 
     def __init__(self, cache: RadixCache, max_pages: int) -> None:
@@ -35,34 +37,34 @@ class BlockLog:
         self._changes: list[PageRun | bytes] = []
         self._num_pages = 0
         self._complete = True
-        cache.listen(self)
+        cache.add_listener(self)
 
-    def stored(self, run: PageRun) -> None:
-        """Pages were inserted."""
-        self._add(run, run.hashes)
+    def on_stored(self, run: PageRun) -> None:
+        """Note inserted pages."""
+        self._add_change(run, run.hashes)
 
-    def removed(self, hashes: bytes) -> None:
-        """Pages were evicted."""
-        self._add(hashes, hashes)
+    def on_removed(self, hashes: bytes) -> None:
+        """Note evicted pages."""
+        self._add_change(hashes, hashes)
 
-    def start_over(self) -> None:
-        """The next changes are all that is cached."""
+    def restart(self) -> None:
+        """Let the next changes describe the whole cache."""
         self._complete = True
         self._changes, self._num_pages = [], 0
 
-    def take(self) -> BlockChanges | None:
-        """The changes since the last call; None without any."""
+    def take_changes(self) -> BlockChanges | None:
+        """Return the changes since the last call, or None without any."""
         complete, changes = self._complete, self._changes
         if complete:
-            changes.extend(self._cache.runs())
+            changes.extend(self._cache.iter_runs())
         self._complete, self._changes, self._num_pages = False, [], 0
         return BlockChanges(changes, complete) if changes or complete else None
 
-    def _add(self, change: PageRun | bytes, hashes: bytes) -> None:
+    def _add_change(self, change: PageRun | bytes, hashes: bytes) -> None:
         if self._complete:
             return
         self._num_pages += len(hashes) // HASH_BYTES
         if self._num_pages > self._max_pages:
-            self.start_over()
+            self.restart()
         else:
             self._changes.append(change)

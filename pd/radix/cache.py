@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from pd.radix.invariants import check_invariants
 from pd.radix.listener import PageRun
 from pd.radix.order import EvictionOrder
-from pd.radix.policies import POLICY_KEYS, PROTECTED_FLOOR, PROTECTED_SHARE
-from pd.radix.prefix_hashes import HASH_BYTES, first_hash, page_hashes
+from pd.radix.policies import LEASED_FLOOR, POLICY_KEYS, PROTECTED_FLOOR, PROTECTED_SHARE
+from pd.radix.prefix_hashes import HASH_BYTES, hash_namespace, hash_pages
 from pd.radix.tree_node import Edge, IntArray, TreeNode
 
 if TYPE_CHECKING:
@@ -25,9 +24,10 @@ _NO_PAGES: IntArray = np.empty(0, dtype=np.int32)
 class MatchResult(NamedTuple):
     """The longest cached prefix of a key.
 
-    ``pages``: its page ids, int32 ``[num_pages]``; may be the cache's own memory, so read only.
-    ``handle``: stands for exactly this prefix; pass it to ``lock``. It is valid until the next
-    ``evict`` or ``clear``, and if locked until it is unlocked.
+    Attributes:
+        pages: page ids, int32 ``[num_pages]``. Read only, because it may be the cache's own memory.
+        handle: stands for exactly this prefix; pass it to ``lock``. It is valid until the next
+            ``evict_pages`` or ``clear``. A locked handle is valid until you unlock it.
     """
 
     pages: IntArray
@@ -39,12 +39,13 @@ class MatchResult(NamedTuple):
 
 
 class InsertResult(NamedTuple):
-    """The result of an insert.
+    """The result of an insertion.
 
-    ``existing_pages``: how many leading pages were cached before. The caller keeps its own
-    ``pages[:existing_pages]`` where they differ from the cached ones; the cache took the rest.
-    ``handle``: stands for exactly the inserted key, under the same rules as a match's handle.
-    ``pages``: the cached page ids of the whole key, int32 ``[num_pages]``; read only.
+    Attributes:
+        existing_pages: number of leading pages that were cached before. You keep your own
+            ``pages[:existing_pages]`` if they differ from the cached ones; the cache owns the rest.
+        handle: stands for exactly the inserted key, with the same rules as a match's handle.
+        pages: cached page ids of the whole key, int32 ``[num_pages]``; read only.
     """
 
     existing_pages: int
@@ -53,27 +54,36 @@ class InsertResult(NamedTuple):
 
 
 class RadixCache:
-    """Maps token prefixes, in whole pages, to page ids; evicts the least valuable ones.
+    """Maps token prefixes, in whole pages, to page ids, and evicts the least valuable ones.
 
-    Tokens are int32 arrays ``[length]``, compared as memory. Prefixes of different namespaces
-    never meet. Not thread-safe; every operation is O(length of the key + nodes on its path), plus
-    O(log leaves) for the eviction order, and nothing ever walks the tree except ``check``,
-    ``nodes`` and ``pages``.
+    Tokens are int32 arrays ``[length]``, compared as memory. Namespaces share no prefixes. The
+    cache is not thread-safe. Every operation takes O(length of the key + nodes on its path), plus
+    O(log leaves) for the eviction order. Nothing walks the whole tree except the functions marked
+    with O(size).
 
-    Policies, all of which evict unlocked leaves only, a parent following once it has become one:
+    Every policy only evicts unlocked leaves. A parent follows once it has become a leaf.
 
     - ``lru``: least recently matched or inserted first.
-    - ``lfu``: least often matched first, then as lru. Inserting is no hit: a request that matches
-      at its start and inserts at its end (or chunk by chunk) counts once.
+    - ``lfu``: least often matched first, then like lru. Insertions do not count, so a request that
+      matches at its start and inserts at its end (or after each chunk) counts once.
     - ``fifo``: first inserted first, whatever happened since.
-    - ``slru``: what was never matched (probationary) first, as lru; what was (protected) only when
-      nothing else is left or when it exceeds its share of the cache (``PROTECTED_SHARE``).
-    - ``priority``: lowest priority first, then as lru. The priority of a prefix is the highest of
-      all inserts through it.
+    - ``slru``: never matched (probationary) pages first, like lru. Matched (protected) pages only
+      go if nothing else is left, or if they exceed their share of the cache (``PROTECTED_SHARE``).
+    - ``priority``: lowest priority first, then like lru. The priority of a prefix is the highest of
+      all insertions through it.
+
+    Under every policy a leased prefix goes last, see :meth:`lease_prefix`.
     """
 
     def __init__(self, page_size: int, *, policy: str = "lru") -> None:
-        """``page_size``: tokens per page. Raises ValueError for a bad size or unknown policy."""
+        """Create an empty cache.
+
+        Args:
+            page_size: tokens per page.
+
+        Raises:
+            ValueError: the page size is below 1, or the policy is unknown.
+        """
         if page_size < 1:
             raise ValueError(f"page_size is {page_size}; it must be at least 1")
         if policy not in POLICY_KEYS:
@@ -83,8 +93,9 @@ class RadixCache:
         self.policy = policy
         self.evictable_pages = 0
         self.locked_pages = 0
+        self.leased_pages = 0
 
-        # Since the cache was made; hit_tokens / lookup_tokens is the hit rate of `match`.
+        # Totals. hit_tokens / lookup_tokens is the hit rate of `match_prefix`.
         self.lookup_tokens = 0
         self.hit_tokens = 0
         self.evicted_pages = 0
@@ -96,57 +107,69 @@ class RadixCache:
         self._clock = 0
         self._hit_pages = 0  # matched at least once: slru's protected segment
         self._listeners: list[CacheListener] = []
+        # The node that each lease ends at. A lease of an evicted node moves to the node's parent.
+        self._leases: dict[int, TreeNode] = {}
+        self._lease_count = 0
 
-    def listen(self, listener: CacheListener) -> None:
-        """Report every change to ``listener`` from now on. Only an empty cache can be listened to:
-        pages have hashes only where somebody listens."""
+    def add_listener(self, listener: CacheListener) -> None:
+        """Report every change to ``listener`` from now on.
+
+        The cache must be empty, because pages only have hashes if there are listeners.
+        """
         assert not self._root.children, "a listener came to a cache that already has pages"
         self._listeners.append(listener)
 
-    def match(
+    def match_prefix(
         self, tokens: IntArray, namespace: str = "", *, max_tokens: int | None = None
     ) -> MatchResult:
-        """Find the longest cached prefix of ``tokens`` and count it as used and hit.
+        """Find the longest cached prefix of ``tokens``, and count it as used and hit.
 
         Only whole pages match, and at most ``max_tokens`` tokens rounded down to pages. A prefix
-        that ends inside a node splits it. Matching nothing gives no pages and a handle that may
-        be locked like any other. Raises TypeError unless ``tokens`` is an int32 array.
+        that ends inside a node splits the node. Without a match you get no pages, and a handle
+        that you can lock like any other.
+
+        Raises:
+            TypeError: ``tokens`` is not an int32 array.
         """
-        path, matched, partial = self._walk(self._key(tokens, max_tokens), namespace)
+        path, matched, partial = self._walk_tree(self._page_memory(tokens, max_tokens), namespace)
         self.lookup_tokens += len(tokens)
         if not path:
             return MatchResult(_NO_PAGES, self._root)
         self.hit_tokens += matched // _INT32.itemsize
         if partial:
-            path[-1] = self._split(path[-1], partial // self._page_bytes)
+            path[-1] = self._split_node(path[-1], partial // self._page_bytes)
         self._clock = clock = self._clock + 1
         for node in path:
             node.last_used = clock
             if not node.hits:
                 self._hit_pages += len(node.pages)
             node.hits += 1
-        self._reorder(path[-1])
-        return MatchResult(_pages_of(path), path[-1])
+        self._enqueue_leaf(path[-1])
+        return MatchResult(_join_pages(path), path[-1])
 
-    def peek(self, tokens: IntArray, namespace: str = "", *, max_tokens: int | None = None) -> int:
-        """Count the tokens that ``match`` would find, in whole pages, without any effect."""
-        return self.peek_memory(self._key(tokens, max_tokens), namespace)
+    def count_cached(
+        self, tokens: IntArray, namespace: str = "", *, max_tokens: int | None = None
+    ) -> int:
+        """Count the tokens that ``match_prefix`` would find, without any effect."""
+        return self.count_cached_memory(self._page_memory(tokens, max_tokens), namespace)
 
-    def peek_memory(self, data: bytes, namespace: str = "") -> int:
-        """Do as :meth:`peek` does; a caller that asks several caches copies the tokens once.
+    def count_cached_memory(self, data: bytes, namespace: str = "") -> int:
+        """Count cached tokens, for callers that ask several caches and copy the tokens once.
 
         Args:
             data: the memory of int32 tokens.
         """
-        _, matched, _ = self._walk(data, namespace)
+        _, matched, _ = self._walk_tree(data, namespace)
         return matched // _INT32.itemsize
 
-    def path(self, tokens: IntArray, namespace: str = "") -> list[TreeNode]:
-        """The nodes that a match would pass, root first and without any effect; the last one may
-        match only partly."""
-        return [self._root, *self._walk(self._key(tokens, None), namespace)[0]]
+    def find_path(self, tokens: IntArray, namespace: str = "") -> list[TreeNode]:
+        """Return the nodes that a match would pass, root first, without any effect.
 
-    def insert(
+        The last one may match only in part.
+        """
+        return [self._root, *self._walk_tree(self._page_memory(tokens, None), namespace)[0]]
+
+    def insert_prefix(
         self,
         tokens: IntArray,
         pages: IntArray,
@@ -155,27 +178,30 @@ class RadixCache:
         priority: int = 0,
         data: bytes | None = None,
     ) -> InsertResult:
-        """Cache ``pages`` (int32 ``[n]``) as holding ``tokens`` (int32 ``[n * page_size]``).
+        """Cache ``pages`` (int32 ``[n]``), which hold ``tokens`` (int32 ``[n * page_size]``).
 
-        ``data`` is the memory of ``tokens``, which less than a page may follow, from a caller that
-        has it: the tokens are not copied as a whole then.
+        This counts as a use of the whole key. See `InsertResult` for the owners of the pages. The
+        cache keeps the array ``pages``, so do not write to it afterwards.
 
-        Counts as use of the whole key. See `InsertResult` for the owners of the pages afterwards.
-        The cache keeps the array ``pages`` itself: do not write to it afterwards.
-        Raises ValueError unless the tokens fill the pages exactly, TypeError unless both are
-        int32 arrays.
+        Args:
+            data: memory of ``tokens``, if you have it, so we need no copy of the tokens. Less than
+                a page of other tokens may follow.
+
+        Raises:
+            ValueError: the tokens do not fill the pages exactly.
+            TypeError: tokens or pages are not int32 arrays.
         """
         _require_int32("pages", pages)
         if data is None:
-            data = self._key(tokens, None)
+            data = self._page_memory(tokens, None)
         if len(tokens) != len(pages) * self.page_size:
             raise ValueError(
                 f"{len(tokens)} tokens do not fill {len(pages)} pages of {self.page_size}; "
                 f"insert exactly {len(pages) * self.page_size} tokens"
             )
-        path, matched, partial = self._walk(data, namespace)
+        path, matched, partial = self._walk_tree(data, namespace)
         if partial:
-            path[-1] = self._split(path[-1], partial // self._page_bytes)
+            path[-1] = self._split_node(path[-1], partial // self._page_bytes)
         self._clock = clock = self._clock + 1
         for node in path:
             node.last_used = clock
@@ -189,14 +215,14 @@ class RadixCache:
             path[-1].priority = priority
         if not path:
             return InsertResult(0, self._root, _NO_PAGES)
-        self._reorder(path[-1])
-        return InsertResult(existing, path[-1], _pages_of(path))
+        self._enqueue_leaf(path[-1])
+        return InsertResult(existing, path[-1], _join_pages(path))
 
     def lock(self, handle: TreeNode) -> None:
-        """Keep the handle's prefix from eviction. Locks count: each needs its own ``unlock``."""
+        """Keep the handle's prefix from eviction. Each lock needs its own ``unlock``."""
         assert self._is_alive(handle), "locked a handle whose prefix was evicted"
         handle.held += 1
-        self._dequeue(handle)
+        self._dequeue_leaf(handle)
         node: TreeNode | None = handle
         while node is not None:
             if not node.locks:
@@ -216,48 +242,76 @@ class RadixCache:
                 self.evictable_pages += len(node.pages)
                 self.locked_pages -= len(node.pages)
             node = node.parent
-        self._reorder(handle)
+        self._enqueue_leaf(handle)
 
-    def evict(self, num_pages: int) -> IntArray:
-        """Drop ``num_pages`` unlocked pages, or all there are if fewer, and return their ids.
+    def lease_prefix(self, handle: TreeNode) -> int:
+        """Evict the handle's prefix only when nothing else is left, and return the lease's number.
 
-        Exactly as many as asked for: the last victim loses only its tail and stays, shorter, with
-        the rank it had. Ends the validity of all handles that are not locked.
+        Unlike a lock, a lease takes no pages away from others. The parts of the prefix that are
+        evicted under pressure leave the lease.
+        """
+        assert self._is_alive(handle), "leased a handle whose prefix was evicted"
+        self._lease_count = number = self._lease_count + 1
+        self._leases[number] = handle
+        handle.leases_here.add(number)
+        self._count_lease(handle, 1)
+        return number
+
+    def end_lease(self, number: int) -> None:
+        """End a lease, whether or not parts of its prefix were evicted."""
+        handle = self._leases.pop(number)
+        handle.leases_here.discard(number)
+        self._count_lease(handle, -1)
+
+    def _count_lease(self, handle: TreeNode, change: int) -> None:
+        node: TreeNode | None = handle
+        while node is not None:
+            before = node.leases
+            node.leases += change
+            if not before or not node.leases:
+                self.leased_pages += change * len(node.pages)
+            node = node.parent
+        self._enqueue_leaf(handle)
+
+    def evict_pages(self, num_pages: int) -> IntArray:
+        """Drop ``num_pages`` unlocked pages, or all if there are fewer, and return their ids.
+
+        If the last victim has too many pages, it loses only its tail and keeps its rank. All
+        unlocked handles become invalid.
         """
         freed: list[IntArray] = []
         missing = num_pages
-        while missing > 0 and (victim := self._victim()) is not None:
+        while missing > 0 and (victim := self._find_victim()) is not None:
             if len(victim.pages) > missing:
-                self._split(victim, len(victim.pages) - missing)
+                self._split_node(victim, len(victim.pages) - missing)
             self._remove_leaf(victim)
             freed.append(victim.pages)
             missing -= len(victim.pages)
         self.evicted_pages += num_pages - missing
-        return _concatenate(freed)
+        return _concatenate_pages(freed)
 
     def clear(self) -> IntArray:
-        """Drop everything that is not locked and return the page ids."""
-        return self.evict(self.evictable_pages)
+        """Drop all unlocked pages and return their ids."""
+        return self.evict_pages(self.evictable_pages)
 
-    def nodes(self) -> Iterator[TreeNode]:
-        """All nodes, parents before children, beginning with the root. O(size)."""
+    def iter_nodes(self) -> Iterator[TreeNode]:
+        """Iterate over all nodes, parents before children. O(size)."""
         stack = [self._root]
         while stack:
             node = stack.pop()
             yield node
             stack.extend(node.children.values())
 
-    def pages(self) -> IntArray:
-        """All page ids in the tree, int32, in no particular order. O(size)."""
-        return _concatenate([node.pages for node in self.nodes()])
+    def list_pages(self) -> IntArray:
+        """Return all page ids, int32, in no particular order. O(size)."""
+        return _concatenate_pages([node.pages for node in self.iter_nodes()])
 
-    def hashes(self) -> bytes:
-        """Hashes of all pages, joined, if somebody listens. O(size)."""
-        return b"".join(node.hashes for node in self.nodes())
+    def join_hashes(self) -> bytes:
+        """Return the joined hashes of all pages, if there are listeners. O(size)."""
+        return b"".join(node.hashes for node in self.iter_nodes())
 
-    def runs(self) -> Iterator[PageRun]:
-        """All pages as listeners would be told of them if they were inserted now; a run comes after
-        the pages that it follows. O(size)."""
+    def iter_runs(self) -> Iterator[PageRun]:
+        """Iterate over all pages as listeners would hear of them now, parents first. O(size)."""
         for edge, top in self._root.children.items():
             assert isinstance(edge, tuple), "an edge of the root without a namespace"
             stack = [(b"", top)]
@@ -267,22 +321,15 @@ class RadixCache:
                 last = node.hashes[-HASH_BYTES:]
                 stack.extend((last, child) for child in node.children.values())
 
-    def check(self, *, unique_pages: bool = True) -> None:
-        """Prove all invariants, or raise AssertionError saying which one fails. O(size).
-
-        Pass ``unique_pages=False`` for a tree whose page ids are arbitrary and may repeat.
-        """
-        check_invariants(self, unique_pages=unique_pages)
-
-    def _key(self, tokens: IntArray, max_tokens: int | None) -> bytes:
-        """The whole pages of ``tokens`` as memory."""
+    def _page_memory(self, tokens: IntArray, max_tokens: int | None) -> bytes:
+        """Return the whole pages of ``tokens`` as memory."""
         _require_int32("tokens", tokens)
         length = len(tokens)
         if max_tokens is not None and max_tokens < length:
             length = max(max_tokens, 0)
         return tokens[: length - length % self.page_size].tobytes()
 
-    def _walk(self, data: bytes, namespace: str) -> tuple[list[TreeNode], int, int]:
+    def _walk_tree(self, data: bytes, namespace: str) -> tuple[list[TreeNode], int, int]:
         """Follow the whole pages of ``data`` down from the root.
 
         Returns the nodes on the path (without the root), the number of bytes of ``data`` that they
@@ -299,7 +346,7 @@ class RadixCache:
                 break
             path.append(node)
             key = node.key
-            # No key ends within a page, so none that matches reaches beyond the whole pages.
+            # No key ends inside a page, so no matching key reaches beyond the whole pages.
             if not data.startswith(key, position):
                 partial = self._common_bytes(key, data, position)
                 return path, position + partial, partial
@@ -309,24 +356,25 @@ class RadixCache:
         return path, position, 0
 
     def _common_bytes(self, key: bytes, data: bytes, position: int) -> int:
-        """Length of the common prefix of ``key`` and ``data[position:]``, in whole pages."""
+        """Count the common leading bytes of ``key`` and ``data[position:]``, in whole pages."""
         count = min(len(key), len(data) - position) // _INT32.itemsize
         differs = np.frombuffer(key, _INT32, count) != np.frombuffer(data, _INT32, count, position)
         first = int(differs.argmax())
         equal = first if differs[first] else count
         return (equal - equal % self.page_size) * _INT32.itemsize
 
-    def _split(self, node: TreeNode, num_pages: int) -> TreeNode:
-        """Move the first ``num_pages`` pages of ``node`` to a new parent, and return that.
+    def _split_node(self, node: TreeNode, num_pages: int) -> TreeNode:
+        """Move the first ``num_pages`` pages of ``node`` to a new parent, and return the parent.
 
-        Handles of ``node`` end where it ends, so it is the lower half that remains ``node``.
+        The lower half stays the same object, because handles of ``node`` end where it ends.
         """
         cut = num_pages * self._page_bytes
         parent = node.parent
         assert parent is not None and 0 < cut < len(node.key)
-        # Both halves are copies, or the smaller would keep the memory of the whole alive.
+        # Both halves are copies, because the smaller one would keep all of the memory alive.
         upper = TreeNode(parent, node.edge, node.key[:cut], node.pages[:num_pages].copy())
         upper.locks = node.locks
+        upper.leases = node.leases
         upper.created = node.created
         upper.last_used = node.last_used
         upper.hits = node.hits
@@ -349,50 +397,57 @@ class RadixCache:
         leaf.created = leaf.last_used = self._clock
         if self._listeners:
             last = parent.hashes[-HASH_BYTES:]
-            leaf.hashes = page_hashes(last or first_hash(namespace), key, self._page_bytes)
+            leaf.hashes = hash_pages(last or hash_namespace(namespace), key, self._page_bytes)
             run = PageRun(last, leaf.hashes, key, namespace)
             for listener in self._listeners:
-                listener.stored(run)
+                listener.on_stored(run)
         parent.children[edge] = leaf
-        self._dequeue(parent)
+        self._dequeue_leaf(parent)
         self.evictable_pages += len(pages)
         return leaf
 
     def _remove_leaf(self, leaf: TreeNode) -> None:
         parent = leaf.parent
         assert parent is not None and not leaf.children and not leaf.locks
-        self._dequeue(leaf)
+        self._dequeue_leaf(leaf)
         del parent.children[leaf.edge]
         leaf.parent = None
+        if leaf.leases:
+            self.leased_pages -= len(leaf.pages)
+            for number in leaf.leases_here:
+                self._leases[number] = parent
+            parent.leases_here |= leaf.leases_here
         for listener in self._listeners:
-            listener.removed(leaf.hashes)
+            listener.on_removed(leaf.hashes)
         self.evictable_pages -= len(leaf.pages)
         if leaf.hits:
             self._hit_pages -= len(leaf.pages)
-        self._reorder(parent)
+        self._enqueue_leaf(parent)
 
-    def _victim(self) -> TreeNode | None:
+    def _find_victim(self) -> TreeNode | None:
         if self.policy == "slru":
             total = self.evictable_pages + self.locked_pages
             if self._hit_pages > PROTECTED_SHARE * total:
-                victim = self._order.first_from(PROTECTED_FLOOR)
-                if victim is not None:
+                victim = self._order.find_first_from(PROTECTED_FLOOR)
+                if victim is not None and not victim.leases:
                     return victim
-        return self._order.first()
+        return self._order.find_first()
 
-    def _reorder(self, node: TreeNode) -> None:
-        """Put a node where it now belongs in the eviction order, if it belongs there at all."""
+    def _enqueue_leaf(self, node: TreeNode) -> None:
+        """Put a node in its place in the eviction order, if it is an unlocked leaf."""
         if node.children or node.locks or node is self._root:
             return
         key = self._order_key(node)
+        if node.leases:
+            key += LEASED_FLOOR
         if key != node.order_key:
-            self._dequeue(node)
-            self._order.add(key, node)
+            self._dequeue_leaf(node)
+            self._order.add_leaf(key, node)
             node.order_key = key
 
-    def _dequeue(self, node: TreeNode) -> None:
+    def _dequeue_leaf(self, node: TreeNode) -> None:
         if node.order_key is not None:
-            self._order.remove(node.order_key)
+            self._order.remove_key(node.order_key)
             node.order_key = None
 
     def _is_alive(self, node: TreeNode) -> bool:
@@ -407,16 +462,16 @@ def _require_int32(name: str, array: IntArray) -> None:
 
 
 def _kept(pages: IntArray) -> IntArray:
-    """The array, or a copy where it would keep alive more than twice its own memory."""
+    """Return the array, or a copy if it would keep more than twice its own memory alive."""
     base = pages.base
     if isinstance(base, np.ndarray) and base.size > 2 * pages.size:
         return pages.copy()
     return pages
 
 
-def _pages_of(path: Sequence[TreeNode]) -> IntArray:
-    return path[0].pages if len(path) == 1 else _concatenate([node.pages for node in path])
+def _join_pages(path: Sequence[TreeNode]) -> IntArray:
+    return path[0].pages if len(path) == 1 else _concatenate_pages([node.pages for node in path])
 
 
-def _concatenate(parts: list[IntArray]) -> IntArray:
+def _concatenate_pages(parts: list[IntArray]) -> IntArray:
     return np.concatenate(parts) if parts else _NO_PAGES

@@ -1,4 +1,4 @@
-"""Interface to which a radix cache reports the pages that it keeps and evicts."""
+"""The interface through which a radix cache reports stored and evicted pages."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import NamedTuple, Protocol
 class PageRun(NamedTuple):
     """Consecutive pages of one prefix.
 
-    ``parent``: hash of the page before the first, empty at the beginning of a prompt. ``hashes``:
-    those of the pages, joined. ``tokens``: memory of their int32 tokens.
+    Attributes:
+        parent: hash of the page before the first one; empty at the start of a prompt.
+        hashes: joined hashes of the pages.
+        tokens: memory of their int32 tokens.
     """
 
     parent: bytes
@@ -19,11 +21,13 @@ class PageRun(NamedTuple):
 
 
 class CacheListener(Protocol):
-    """Called for every change of a cache, in order and while the cache changes, so it must not use
-    the cache."""
+    """Hears of every change of a cache, in order.
 
-    def stored(self, run: PageRun) -> None:
-        """Pages were inserted."""
+    A listener must not use the cache, because we call it while the cache changes.
+    """
 
-    def removed(self, hashes: bytes) -> None:
-        """Pages were evicted; ``hashes``: theirs, joined."""
+    def on_stored(self, run: PageRun) -> None:
+        """Handle inserted pages."""
+
+    def on_removed(self, hashes: bytes) -> None:
+        """Handle evicted pages, given their joined hashes."""

@@ -1,4 +1,4 @@
-"""The unlocked leaves, sorted by eviction key at every moment."""
+"""The unlocked leaves of a radix tree, always sorted by eviction key."""
 
 from __future__ import annotations
 
@@ -14,31 +14,30 @@ if TYPE_CHECKING:
 class EvictionOrder:
     """A sorted map from distinct integer keys to nodes.
 
-    The keys lie in one sorted sequence cut into chunks of at most ``chunk_size``; an operation
-    bisects to a chunk and moves at most a chunk of pointers. Unlike a heap with lazily dropped
-    entries, removal is immediate: nothing stale accumulates and no single call ever has to pay for
-    the past.
+    The keys form a sorted sequence in chunks of at most ``chunk_size``. An operation bisects to a
+    chunk and moves at most one chunk of pointers. We do not use a heap with lazy removal, because
+    stale entries would pile up, and a single call would have to pay for all of them.
     """
 
     def __init__(self, chunk_size: int = 512) -> None:
         self._chunk_size = chunk_size
         self._nodes: dict[int, TreeNode] = {}
         self._chunks: list[list[int]] = []
-        self._lasts: list[int] = []  # of each chunk, so that one bisection finds the chunk
+        self._lasts: list[int] = []  # last key of each chunk, so one bisection finds the chunk
 
     def __len__(self) -> int:
         return len(self._nodes)
 
     def __iter__(self) -> Iterator[tuple[int, TreeNode]]:
-        """All entries in order. O(n): for checks and tests."""
+        """Iterate over all entries in order. O(n), so only for checks and tests."""
         return ((key, self._nodes[key]) for chunk in self._chunks for key in chunk)
 
-    def add(self, key: int, node: TreeNode) -> None:
+    def add_leaf(self, key: int, node: TreeNode) -> None:
         assert key not in self._nodes, f"eviction key {key} is taken"
         self._nodes[key] = node
         index = bisect_left(self._lasts, key)
         if index == len(self._lasts):
-            self._append(key)
+            self._append_key(key)
             return
         chunk = self._chunks[index]
         insort(chunk, key)
@@ -48,7 +47,7 @@ class EvictionOrder:
             self._lasts.insert(index, chunk[half - 1])
             del chunk[:half]
 
-    def remove(self, key: int) -> None:
+    def remove_key(self, key: int) -> None:
         del self._nodes[key]
         index = bisect_left(self._lasts, key)
         chunk = self._chunks[index]
@@ -58,32 +57,32 @@ class EvictionOrder:
             return
         self._lasts[index] = chunk[-1]
         if len(chunk) < self._chunk_size // 4:
-            self._merge(index)
+            self._merge_chunk(index)
 
-    def first(self) -> TreeNode | None:
-        """The node with the smallest key; None when empty."""
+    def find_first(self) -> TreeNode | None:
+        """Return the node with the smallest key, or None."""
         return self._nodes[self._chunks[0][0]] if self._chunks else None
 
-    def first_from(self, floor: int) -> TreeNode | None:
-        """The node with the smallest key that is at least ``floor``; None when there is none."""
+    def find_first_from(self, floor: int) -> TreeNode | None:
+        """Return the node with the smallest key of at least ``floor``, or None."""
         index = bisect_left(self._lasts, floor)
         if index == len(self._lasts):
             return None
         chunk = self._chunks[index]
         return self._nodes[chunk[bisect_left(chunk, floor)]]
 
-    def _append(self, key: int) -> None:
-        """Add a key above all others. Most keys are, since most hold the present time."""
+    def _append_key(self, key: int) -> None:
+        """Add a key above all others. Most keys are, because they hold the current time."""
         if self._chunks and len(self._chunks[-1]) < self._chunk_size:
             self._chunks[-1].append(key)
             self._lasts[-1] = key
         else:
-            # A new chunk rather than two halves, so that rising keys leave full chunks behind.
+            # A new chunk instead of two halves, so rising keys fill chunks completely.
             self._chunks.append([key])
             self._lasts.append(key)
 
-    def _merge(self, index: int) -> None:
-        """Join a chunk that has become small to a neighbour, if both fit into one."""
+    def _merge_chunk(self, index: int) -> None:
+        """Merge a small chunk with a neighbour, if both fit into one."""
         for left in (index - 1, index):
             if 0 <= left < len(self._chunks) - 1:
                 right = self._chunks[left + 1]

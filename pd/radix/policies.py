@@ -1,7 +1,7 @@
-"""Eviction policies: each turns an unlocked leaf into one integer, and the smallest goes first.
+"""Eviction policies: each maps an unlocked leaf to an integer, and we evict the smallest first.
 
-All nodes that share a tick of the clock lie on one path from the root, and at most one node of a
-path is a leaf. So with the tick as the lower part, no two leaves ever have the same key.
+The lower part of each key is a tick of the cache's clock. All nodes with the same tick lie on one
+path from the root, and only one node of a path is a leaf. So no two leaves have the same key.
 """
 
 from __future__ import annotations
@@ -16,40 +16,43 @@ if TYPE_CHECKING:
 _TICK_BITS = 48
 
 PROTECTED_FLOOR = 1 << _TICK_BITS
-"""Under slru, keys from here on belong to the protected segment."""
+"""Under slru, keys from here on belong to the protected segment: leaves that were matched."""
 
 PROTECTED_SHARE = 0.8
-"""Under slru, the part of all cached pages that the protected segment may hold before its own
-oldest leaves are evicted. Without a bound, pages that were hit once long ago would fill the cache
-and new ones would be evicted before they ever had a chance of a hit."""
+"""Under slru, the part of the cache that the protected segment may hold before we evict its oldest
+leaves. Without a limit, pages with a single old hit would fill the cache, and we would evict new
+pages before they ever had a chance of a hit."""
 
 
-def _lru(node: TreeNode) -> int:
+def _lru_key(node: TreeNode) -> int:
     return node.last_used
 
 
-def _lfu(node: TreeNode) -> int:
+def _lfu_key(node: TreeNode) -> int:
     return (node.hits << _TICK_BITS) + node.last_used
 
 
-def _fifo(node: TreeNode) -> int:
+def _fifo_key(node: TreeNode) -> int:
     return node.created
 
 
-def _slru(node: TreeNode) -> int:
+def _slru_key(node: TreeNode) -> int:
     return (PROTECTED_FLOOR if node.hits else 0) + node.last_used
 
 
-def _priority(node: TreeNode) -> int:
+def _priority_key(node: TreeNode) -> int:
     return (node.priority << _TICK_BITS) + node.last_used
 
 
 POLICY_KEYS: dict[str, Callable[[TreeNode], int]] = {
-    "lru": _lru,
-    "lfu": _lfu,
-    "fifo": _fifo,
-    "slru": _slru,
-    "priority": _priority,
+    "lru": _lru_key,
+    "lfu": _lfu_key,
+    "fifo": _fifo_key,
+    "slru": _slru_key,
+    "priority": _priority_key,
 }
+
+LEASED_FLOOR = 1 << 128
+"""Added to the key of a leased leaf. Other keys are smaller, so we evict leased leaves last."""
 
 EVICTION_POLICIES: tuple[str, ...] = tuple(POLICY_KEYS)

@@ -1,4 +1,4 @@
-"""Names of cached prefixes: a hash for each page, which stands for all tokens up to its end."""
+"""Hashes of cached prefixes. The hash of a page stands for all tokens up to its end."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ HASH_BYTES = 8
 _TOKEN_BYTES = 4
 
 
-def first_hash(namespace: str) -> bytes:
-    """Hash from which those of a namespace are derived, so that no two namespaces share one."""
+def hash_namespace(namespace: str) -> bytes:
+    """Hash a namespace. The hashes of its pages build on this, so namespaces share none."""
     return blake2b(namespace.encode(), digest_size=HASH_BYTES, person=b"pd namespace").digest()
 
 
-def page_hashes(last: bytes, data: bytes, page_bytes: int) -> bytes:
-    """The hashes of pages that follow one another, joined.
+def hash_pages(last: bytes, data: bytes, page_bytes: int) -> bytes:
+    """Hash consecutive pages, and return the joined hashes.
 
     Args:
-        last: hash of the page before, or :func:`first_hash`.
+        last: hash of the page before, or of the namespace (:func:`hash_namespace`).
         data: memory of the pages' tokens.
     """
     found = []
@@ -40,15 +40,18 @@ class _Hashed(NamedTuple):
     pages: tuple[int, ...]
 
 
-# The prompts that were hashed last. Among them is one that begins as the next does while nodes are
-# chosen for a prompt, and for the answers to it, which go on elsewhere or have ended.
+# Recently hashed prompts. A proxy hashes the same prompt again while it chooses nodes. It hashes
+# the prompt with its answer after a failover and at the end.
 _recent: deque[_Hashed] = deque(maxlen=4)
 
 
-def prompt_hashes(data: bytes, namespace: str, page_size: int) -> tuple[int, ...]:
-    """The hashes of a prompt's whole pages as numbers. ``data``: memory of its int32 tokens.
+def hash_prompt(data: bytes, namespace: str, page_size: int) -> tuple[int, ...]:
+    """Hash a prompt's whole pages, and return the hashes as numbers.
 
-    Pages with which a prompt begins that was hashed just before are not hashed again.
+    We reuse hashes of pages that a recently hashed prompt begins with.
+
+    Args:
+        data: memory of the prompt's int32 tokens.
     """
     page_bytes = page_size * _TOKEN_BYTES
     count = len(data) // page_bytes
@@ -60,15 +63,15 @@ def prompt_hashes(data: bytes, namespace: str, page_size: int) -> tuple[int, ...
                 return known.pages
             if shared > len(begun):
                 begun = known.pages[:shared]
-    last = begun[-1].to_bytes(HASH_BYTES, "little") if begun else first_hash(namespace)
+    last = begun[-1].to_bytes(HASH_BYTES, "little") if begun else hash_namespace(namespace)
     rest = data[len(begun) * page_bytes : count * page_bytes]
-    pages = begun + as_numbers(page_hashes(last, rest, page_bytes))
+    pages = begun + to_numbers(hash_pages(last, rest, page_bytes))
     _recent.append(_Hashed(data, namespace, page_size, pages))
     return pages
 
 
 def _shared_tokens(one: bytes, other: bytes) -> int:
-    """The number of equal tokens with which two prompts begin."""
+    """Count the equal tokens at the start of two prompts."""
     if one is other:
         return len(one) // _TOKEN_BYTES
     if one[:_TOKEN_BYTES] != other[:_TOKEN_BYTES]:
@@ -79,6 +82,6 @@ def _shared_tokens(one: bytes, other: bytes) -> int:
     return first if count and differ[first] else count
 
 
-def as_numbers(hashes: bytes) -> tuple[int, ...]:
-    """Joined hashes as numbers."""
+def to_numbers(hashes: bytes) -> tuple[int, ...]:
+    """Convert joined hashes to numbers."""
     return tuple(np.frombuffer(hashes, "<u8").tolist())

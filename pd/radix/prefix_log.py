@@ -1,4 +1,4 @@
-"""Changes of a radix cache by the hashes of its pages, for proxies that route by prefixes."""
+"""Changes of a radix cache as hashes of pages, for proxies that route by prefixes."""
 
 from __future__ import annotations
 
@@ -11,33 +11,35 @@ if TYPE_CHECKING:
 
 
 class PrefixChanges(NamedTuple):
-    """Hashes of pages that were stored and removed since the last time, joined."""
+    """Joined hashes of the pages stored and removed since the last time."""
 
     stored: bytes
     removed: bytes
 
 
 class PrefixLog:
-    """Listens to a cache and collects changes until they are taken; a page that was stored and
-    removed meanwhile counts as removed. It never holds more than the pages that changed."""
+    """Listens to a cache, and collects changes until you take them.
+
+    A page that was stored and removed meanwhile counts as removed.
+    """
 
     def __init__(self) -> None:
         self._changes: dict[bytes, bool] = {}
 
-    def stored(self, run: PageRun) -> None:
-        """Pages were inserted."""
-        self._note(run.hashes, stored=True)
+    def on_stored(self, run: PageRun) -> None:
+        """Note inserted pages."""
+        self._note_pages(run.hashes, stored=True)
 
-    def removed(self, hashes: bytes) -> None:
-        """Pages were evicted."""
-        self._note(hashes, stored=False)
+    def on_removed(self, hashes: bytes) -> None:
+        """Note evicted pages."""
+        self._note_pages(hashes, stored=False)
 
-    def _note(self, hashes: bytes, *, stored: bool) -> None:
+    def _note_pages(self, hashes: bytes, *, stored: bool) -> None:
         for start in range(0, len(hashes), HASH_BYTES):
             self._changes[hashes[start : start + HASH_BYTES]] = stored
 
-    def take(self) -> PrefixChanges | None:
-        """The changes since the last call; None without any."""
+    def take_changes(self) -> PrefixChanges | None:
+        """Return the changes since the last call, or None without any."""
         if not self._changes:
             return None
         stored = b"".join(name for name, here in self._changes.items() if here)

@@ -10,15 +10,15 @@ import numpy.typing as npt
 IntArray: TypeAlias = npt.NDArray[np.int32]
 
 Edge: TypeAlias = bytes | tuple[str, bytes]
-"""The key of a child in its parent: the memory of the child's first page of tokens. Below the root
-it includes the namespace, so tenants share only the root."""
+"""The key of a child in its parent: the memory of the child's first page of tokens. The root's
+children include the namespace, so tenants share only the root."""
 
 
 class TreeNode:
     """A run of whole pages that were always used together.
 
-    To callers a node is an opaque handle that means "the prefix ending with my last page". It
-    keeps that meaning when the tree splits it, because the lower half keeps the identity.
+    For callers a node is an opaque handle for the prefix that ends with its last page. Splitting
+    does not change this, because the lower half stays the same object.
     """
 
     __slots__ = (
@@ -30,6 +30,8 @@ class TreeNode:
         "hits",
         "key",
         "last_used",
+        "leases",
+        "leases_here",
         "locks",
         "order_key",
         "pages",
@@ -42,13 +44,17 @@ class TreeNode:
         self.edge = edge
         self.key = key
         self.pages = pages
-        # Hashes of the pages, joined, if somebody listens to the cache.
+        # Joined hashes of the pages, if the cache has listeners.
         self.hashes = b""
         self.children: dict[Edge, TreeNode] = {}
 
-        # Locks on this very handle, and on it or any handle below it.
+        # Locks on this handle, and locks on it or any handle below it.
         self.held = 0
         self.locks = 0
+
+        # Numbers of leases that end at this node, and the count of those that end here or below.
+        self.leases_here: set[int] = set()
+        self.leases = 0
 
         # Times are ticks of the cache's own clock.
         self.created = 0

@@ -1,4 +1,4 @@
-"""Measures steps of some shapes at a node's start, so that its first predictions are no guesses."""
+"""Measures some steps when a node starts, so its first predictions are not guesses."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from pd.core.step_cost import StepShape, chunk_pairs
-from pd.engine.model_runner import ForwardItem
+from pd.engine.forward_item import ForwardItem
 from pd.engine.sampling_state import Draw
-from pd.speculative.costs import greedy_state
+from pd.speculative.costs import make_greedy_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Shapes that would not be measured within this time, without the compilation of kernels, are left
-# out: the fit follows when they occur.
+# We skip shapes that would take longer than this in all, not counting compilation. The fit learns
+# them when they occur.
 SECONDS = 2.0
-# The first is not counted, since it compiles kernels.
+# We ignore the first one, because it compiles kernels.
 _REPEATS = 4
 _STREAMS = (1, 8, 32, 128)
 _CHUNKS = (16, 64, 256, 512, 1024, 4096)
-# Positions at which long sequences are measured, and a short and a long chunk of a long prompt.
+# Position of long sequences, position of chunks late in a long prompt, and a long chunk.
 _FAR = 4096
 _LATE = 32768
 _LONG = 2048
@@ -41,8 +41,8 @@ class _SampleStep(NamedTuple):
     """A step to measure.
 
     Attributes:
-        streams: sequences that continue, at position ``context``.
-        chunk: prompt tokens from position ``start`` on.
+        streams: number of answers, each at position ``context``.
+        chunk: number of prompt tokens from position ``start`` on.
     """
 
     streams: int = 0
@@ -52,7 +52,7 @@ class _SampleStep(NamedTuple):
 
     @property
     def is_prompt(self) -> bool:
-        """Whether it is the beginning of a prompt and nothing else."""
+        """Whether the step has only the beginning of a prompt."""
         return not self.streams and not self.start
 
     @property
@@ -61,29 +61,34 @@ class _SampleStep(NamedTuple):
         return StepShape(self.chunk, pairs, self.streams, self.streams * (self.context + 1.0))
 
 
-def calibrate(model: CostModel, engine: Engine, config: NodeConfig) -> None:
-    """Measure steps and fit the model to them. Nothing else may use the engine; the KV that is
-    written belongs to no request."""
+def calibrate_costs(model: CostModel, engine: Engine, config: NodeConfig) -> None:
+    """Measure steps and fit the model to them.
+
+    Nothing else may use the engine meanwhile. The KV we write belongs to no request.
+    """
     began = time.monotonic()
     spent, measured = 0.0, 0
-    # The last chunk that was measured alone, and the seconds of its step.
+    # The last chunk measured alone, and the seconds of its step.
     longest, took = 0, 0.0
-    for sample in _sample_steps(engine, config):
-        expected = model.cost.seconds(sample.shape)
+    for sample in _iter_sample_steps(engine, config):
+        expected = model.cost.predict_seconds(sample.shape)
         if sample.is_prompt and longest:
-            # NOTE: a fit to short chunks says little of long ones.
+            # A fit to short chunks says little about long ones.
             expected = min(expected, took * sample.chunk / longest)
         if measured > 1 and spent + _REPEATS * expected > SECONDS:
             continue
-        seconds = _timed(engine, sample)
+        seconds = _time_step(engine, sample)
         spent += _REPEATS * seconds
         measured += 1
         if sample.is_prompt:
             longest, took = sample.chunk, seconds
-        model.measured(sample.shape, seconds, _WEIGHT)
+        model.add_measurement(sample.shape, seconds, _WEIGHT)
         model.fit(first=True)
     taken = time.monotonic() - began
-    one, many = model.cost.seconds(StepShape(streams=1)), model.cost.seconds(StepShape(512, 131328))
+    one, many = (
+        model.cost.predict_seconds(StepShape(streams=1)),
+        model.cost.predict_seconds(StepShape(512, 131328)),
+    )
     logger.info(
         "measured %d kinds of steps in %.1f s: a step takes %.2f ms, with 512 prompt tokens %.2f",
         *(measured, taken, 1e3 * one, 1e3 * many),
@@ -91,8 +96,8 @@ def calibrate(model: CostModel, engine: Engine, config: NodeConfig) -> None:
     logger.debug("%s", model.cost)
 
 
-def _sample_steps(engine: Engine, config: NodeConfig) -> Iterator[_SampleStep]:
-    """Shapes that the node can have, cheap ones first."""
+def _iter_sample_steps(engine: Engine, config: NodeConfig) -> Iterator[_SampleStep]:
+    """Iterate over steps that fit the node, cheap ones first."""
     pool = engine.pool
     tokens = min(engine.context_length, pool.num_pages * pool.page_size) - 1
     streams = min(config.max_running_requests, pool.num_pages)
@@ -113,33 +118,34 @@ def _sample_steps(engine: Engine, config: NodeConfig) -> Iterator[_SampleStep]:
     yield from (_SampleStep(chunk=chunk) for chunk in chunks[3:])
 
 
-def _timed(engine: Engine, sample: _SampleStep) -> float:
-    """Least seconds of a step: whatever else runs on this host only adds to them."""
+def _time_step(engine: Engine, sample: _SampleStep) -> float:
+    """Return the shortest time of a step, because other work on this host only adds to it."""
     seconds = []
     for _ in range(_REPEATS):
         start = time.perf_counter()
-        _run(engine, sample)
+        _run_step(engine, sample)
         seconds.append(time.perf_counter() - start)
     return min(seconds[1:])
 
 
-def _run(engine: Engine, sample: _SampleStep) -> None:
+def _run_step(engine: Engine, sample: _SampleStep) -> None:
     one = np.zeros(1, np.int32)
     items = [
-        ForwardItem(one, sample.context, _pages(engine, index, sample.context + 1))
+        ForwardItem(one, sample.context, _make_pages(engine, index, sample.context + 1))
         for index in range(sample.streams)
     ]
     if sample.chunk:
         ids = np.zeros(sample.chunk, np.int32)
         stop = sample.start + sample.chunk
-        items.append(ForwardItem(ids, sample.start, _pages(engine, sample.streams, stop)))
-    prepared = engine.sampler.prepare([Draw(greedy_state(engine))] * len(items))
-    engine.sampler.launch(engine.runner.forward(items), prepared).result()
+        items.append(ForwardItem(ids, sample.start, _make_pages(engine, sample.streams, stop)))
+    prepared = engine.sampler.prepare_draws([Draw(make_greedy_state(engine))] * len(items))
+    engine.sampler.launch_draws(engine.runner.forward(items), prepared).read_tokens()
 
 
-def _pages(engine: Engine, index: int, tokens: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    """A page table of a sequence. Sequences share pages where there are not enough; what they
-    compute is not used. The last pages, which are written, differ."""
+def _make_pages(
+    engine: Engine, index: int, tokens: int
+) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    """Make a page table. Sequences may share pages, but each writes to a last page of its own."""
     pool = engine.pool
     count = -(-tokens // pool.page_size)
     pages = (np.arange(count) + index * 7) % pool.num_pages

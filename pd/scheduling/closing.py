@@ -1,4 +1,4 @@
-"""Requests that ended and wait until nothing can touch their pages any more."""
+"""Ended requests whose pages may still be in use."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from pd.core.request import Request, Sequence
+    from pd.scheduling.request import Request, Sequence
 
 
 class ClosingQueue:
-    """Ended requests that are still registered. The caller holds the node's lock.
+    """Holds ended requests until their pages are free. The caller holds the node's lock.
 
-    A request that just ended is *due*: the event that settles looks at it. While its pages are in
-    use it rests, and it is due again when a step or a transfer may have let go of them. So an event
-    costs no more than what it changed.
+    A request that just ended is *due*, so the event checks it when it settles. If its pages are in
+    use, we defer it until a step or a transfer may have released them. An event therefore costs
+    time only for the requests it changed.
     """
 
     def __init__(self) -> None:
@@ -33,38 +33,40 @@ class ClosingQueue:
         for queue in (self._due, self._in_step, self._in_transfer):
             yield from (request for _, request in queue)
 
-    def add(self, request: Request) -> None:
-        """A request ended."""
+    def add_request(self, request: Request) -> None:
+        """Add a request that just ended. It is due."""
         self._due.append((time.monotonic(), request))
 
-    def take(self) -> tuple[float, Request] | None:
-        """The next request that is due and when it ended; None if there is none."""
+    def take_due(self) -> tuple[float, Request] | None:
+        """Take the next due request and the time at which it ended; None if no request is due."""
         return self._due.popleft() if self._due else None
 
-    def rest(self, ended: float, request: Request) -> None:
-        """Keep a request that was taken, and whose pages are still in use."""
-        queue = self._in_step if request.in_step else self._in_transfer
+    def defer_request(self, ended: float, request: Request) -> None:
+        """Put back a request whose pages are still in use."""
+        queue = self._in_step if request.is_in_step else self._in_transfer
         queue.append((ended, request))
 
-    def look_after_step(self) -> None:
-        """Make requests due that waited for the end of a step."""
+    def recheck_after_step(self) -> None:
+        """Make all requests due that wait for the end of a step."""
         self._due.extend(self._in_step)
         self._in_step.clear()
 
-    def look_at_transfers(self, since: float = -math.inf) -> None:
-        """Make resting requests due whose transfers may have released their pages: the last ones in
-        the queue that ended after ``since``. A request is left out if one
-        that ended earlier rests behind it; the next tick looks at all of them."""
+    def recheck_transfers(self, since: float = -math.inf) -> None:
+        """Make all requests due that ended after ``since`` and wait for a transfer.
+
+        We only check the end of the queue, so we may miss a request if an older one follows it. The
+        next tick checks all of them.
+        """
         rested = self._in_transfer
         while rested and rested[-1][0] > since:
             self._due.appendleft(rested.pop())
 
-    def any_in_transfer(self, since: float) -> bool:
-        """Whether a transfer uses pages of a request that ended after ``since``."""
+    def has_transferring(self, since: float) -> bool:
+        """Return whether a request that ended after ``since`` waits for a transfer."""
         return any(ended > since for ended, _ in self._in_transfer)
 
-    def any_since(self, since: float) -> bool:
-        """Whether there is a request that ended after ``since``."""
+    def has_ended_since(self, since: float) -> bool:
+        """Return whether a request ended after ``since``."""
         queues = (self._due, self._in_step, self._in_transfer)
         return any(ended > since for queue in queues for ended, _ in queue)
 
@@ -72,23 +74,28 @@ class ClosingQueue:
 def check_queues(
     requests: Iterable[Request], closing: ClosingQueue, queued: Iterable[Sequence]
 ) -> None:
-    """Raise AssertionError unless each ended request is in the closing queue and nowhere else, and
-    each sequence that goes on is in exactly one queue of its role.
+    """Check that every request is in exactly the queues demanded by its state.
+
+    An ended request is only in the closing queue. Each other sequence is in one queue of the node's
+    role.
 
     Args:
-        requests: all that are registered.
-        queued: the sequences in the role's queues, one for each place in one.
+        requests: all registered requests.
+        queued: one sequence for each place in the role's queues.
+
+    Raises:
+        AssertionError: a queue holds too much or too little.
     """
     left = Counter(queued)
     ended = Counter(closing)
     for request in requests:
         room, places = request.room.hex(), 0
-        assert ended.pop(request, 0) == int(request.state.terminal), f"{room}: closing queue"
+        assert ended.pop(request, 0) == int(request.state.is_terminal), f"{room}: closing queue"
         for sequence in request.sequences:
             count = left.pop(sequence, 0)
             places += count
-            # NOTE: a finished choice that is computed once more for nothing keeps its place.
-            needed = not (request.state.terminal or sequence.finished)
+            # A finished choice keeps its place while a launched step computes it once more.
+            needed = not (request.state.is_terminal or sequence.is_finished)
             assert int(needed) <= count <= 1, f"{room}: {count} places in {request.state.name}"
-        assert (places == 0) == request.state.terminal, f"{room}: {places} places when ended"
-    assert not left and not ended, "queues hold what is not registered"
+        assert (places == 0) == request.state.is_terminal, f"{room}: {places} places when ended"
+    assert not left and not ended, "queues hold unregistered requests"

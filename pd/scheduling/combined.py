@@ -1,25 +1,24 @@
-"""Prefill and decode scheduling over one pool, as the step loop of a node drives them."""
+"""Prefill and decode scheduling over one pool, driven by the step loop of a node."""
 
 from __future__ import annotations
 
 import time
 from typing import TYPE_CHECKING
 
-from pd.core.errors import PDError
 from pd.core.messages import FirstToken, Output, Stages
-from pd.core.request import RequestState
-from pd.scheduling.cost_model import shape_of, with_answers
+from pd.scheduling.cost_model import add_answers, step_shape
 from pd.scheduling.prompt_share import PromptShare
+from pd.scheduling.request import RequestState
 from pd.scheduling.slices import LATE_SECONDS, PromptSlices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pd.core.request import Request, Sequence
     from pd.core.step_cost import StepShape
     from pd.scheduling.core import NodeCore
     from pd.scheduling.decode import DecodeScheduler
     from pd.scheduling.prefill import PrefillScheduler
+    from pd.scheduling.request import Request, Sequence
     from pd.scheduling.step import Work
     from pd.scheduling.transfer_end import PromptReceiver, PromptSender
 
@@ -27,17 +26,17 @@ if TYPE_CHECKING:
 class CombinedScheduler:
     """Composes a prefill scheduler, a decode scheduler, or both. The caller holds the node's lock.
 
-    A step is the decode batch and, with the tokens of its budget that are left, chunks of prompts.
-    A prompt that is complete goes to the peer of its request, or is decoded here.
+    A step is the decode batch, plus chunks of prompts for the rest of its budget. A complete prompt
+    goes to the peer of its request, or this node decodes it.
 
     Args:
-        sending: the end that hands KV to peers; None on a node that keeps all.
-        receiving: the end that gets KV of prompts from peers, on a node that computes prompts, too.
+        sending: the end for sending KV to peers; None on a node that keeps all of it.
+        receiving: the end for receiving KV from peers; None unless this node also prefills.
 
     Attributes:
-        slices: chooses how many prompt tokens a step computes beside answers, on an elastic node;
-            None on others, where that follows from ``--chunked-prefill-size``.
-        prompt_share: which part of the recent time prompts took.
+        slices: chooses the prompt tokens of a step on elastic nodes. None on others, which use
+            ``--chunked-prefill-size``.
+        prompt_share: share of recent time spent on prompts.
     """
 
     def __init__(
@@ -61,12 +60,15 @@ class CombinedScheduler:
 
     # ---- a step
 
-    def plan(self, begins: Callable[[], float] | None = None) -> list[Work]:
-        """The works of the next step; empty when there is nothing to compute. ``begins`` predicts
-        the seconds until the step before ends, if there is one."""
+    def plan_step(self, begins: Callable[[], float] | None = None) -> list[Work]:
+        """Plan the works of the next step. The list is empty if there is nothing to compute.
+
+        Args:
+            begins: predicts the seconds until the launched step ends; None if there is none.
+        """
         if self._sending is not None and self.decode is not None and self.decode.needs_memory:
-            self._sending.park(self._core.memory.num_pages)
-        batch = [] if self.decode is None else self.decode.plan()
+            self._sending.park_prompts(self._core.memory.num_pages)
+        batch = [] if self.decode is None else self.decode.plan_step()
         if self.prefill is None:
             return batch
         config = self._core.config
@@ -74,29 +76,32 @@ class CombinedScheduler:
         if self.slices is None:
             budget = max(config.chunked_prefill_size - len(batch), 1)
         else:
-            answers = self._answers(batch, self._receiving, self.slices)
+            answers = self._shape_answers(batch, self._receiving, self.slices)
             receiving, start = self._receiving, self.prefill.next_position
-            awaits = receiving is not None and receiving.awaits
-            joins = self._joins(batch, self.slices)
-            budget = self.slices.tokens(
-                answers, start, queued=self.prefill.queued_whole(), awaits=awaits, joins=joins
+            awaits = receiving is not None and receiving.awaits_kv
+            joins = self._has_joining_answer(batch, self.slices)
+            budget = self.slices.choose_tokens(
+                answers, start, queued=self.prefill.count_queued(), awaits=awaits, joins=joins
             )
-        chunks = self.prefill.plan(budget, config.max_running_requests - running)
+            self.prefill.waiting.note_pace(budget, answers)
+        chunks = self.prefill.plan_step(budget, config.max_running_requests - running)
         if self._sending is not None:
             if self._is_stuck():
-                self._sending.give_back()
+                self._sending.return_reservations()
             for work in chunks:
-                self._sending.open(work.sequence.request)
+                self._sending.start_sending(work.sequence.request)
             self._tell_expected(chunks, batch, self._sending, budget, begins)
         return batch + chunks
 
     def _is_stuck(self) -> bool:
-        """Whether a prompt that will leave waits for memory that is promised to peers, and only
-        they can go on, if they do not wait for this node."""
+        """Return whether a leaving prompt waits for memory promised to peers.
+
+        Nothing runs here then, so only the peers can make progress, unless they wait for us.
+        """
         if self._receiving is None or self.prefill is None or self.decode is None:
             return False
         runs = self.prefill.running or self.decode.running
-        return not runs and self._receiving.stalled and self.prefill.owes()
+        return not runs and self._receiving.is_stalled and self.prefill.owes_memory()
 
     def _tell_expected(
         self,
@@ -106,126 +111,127 @@ class CombinedScheduler:
         budget: int,
         begins: Callable[[], float] | None,
     ) -> None:
-        """Tell the peers that will generate the answers when the prompts will be computed: at the
-        end of this step, or of more of them."""
+        """Tell the peers when we expect to have prefilled their prompts."""
         if self._core.costs is None or not chunks:
             return
-        cost, beside = self._core.costs.cost, shape_of(batch, planned=True)
+        cost, beside = self._core.costs.cost, step_shape(batch, planned=True)
         ends = 0.0 if begins is None else begins()
-        ends += cost.seconds(shape_of(batch + chunks, planned=True))
+        ends += cost.predict_seconds(step_shape(batch + chunks, planned=True))
         for work in chunks:
             request = work.sequence.request
             left = len(request.prompt) - work.stop
             more = cost.prefill_seconds(work.stop, left, budget, beside)
             sending.tell_expected(request, ends + more)
 
-    def _answers(
+    def _shape_answers(
         self, batch: list[Work], receiving: PromptReceiver | None, slices: PromptSlices
     ) -> StepShape:
-        """Answers that wait for the step that is being planned: those that it continues; those of
-        prompts whose last chunk is under way, which it delays by all of its time; and those whose
-        prompts other nodes will have computed before a long step is over."""
-        shape = shape_of(batch, planned=True)
-        assert self.prefill is not None
-        ending = [request for request in self.prefill.ending() if request.outgoing is None]
-        if receiving is not None:
-            ending += receiving.expected(slices.horizon)
-        return with_answers(shape, ending)
+        """Return the shape of all answers delayed by the planned step.
 
-    def _joins(self, batch: list[Work], slices: PromptSlices) -> bool:
-        """Whether an answer from another node continues here for the first time in the step that is
-        being planned, or will come while that is under way."""
+        In addition to the batch, these are answers of prompts whose last chunk is launched, and
+        answers whose prompts other nodes will have computed before a long step ends.
+        """
+        shape = step_shape(batch, planned=True)
+        assert self.prefill is not None
+        ending = [request for request in self.prefill.iter_ending() if request.outgoing is None]
+        if receiving is not None:
+            ending += receiving.iter_expected(slices.horizon)
+        return add_answers(shape, ending)
+
+    def _has_joining_answer(self, batch: list[Work], slices: PromptSlices) -> bool:
+        """Return whether an answer from another node starts in the planned step, or during it."""
         receiving = self._receiving
         if receiving is None:
             return False
-        if any(receiving.expected(slices.next_step, LATE_SECONDS)):
+        if any(receiving.iter_expected(slices.next_step_horizon, LATE_SECONDS)):
             return True
-        # A work that follows another is the second one of its answer already.
+        # A work that follows another one is at least the second of its answer.
         return any(
             work.sequence.num_output_tokens == 1
             and work.sequence.request.incoming is not None
-            and work.follows is None
+            and work.previous is None
             for work in batch
         )
 
     def may_plan_ahead(self, launched: list[Work]) -> bool:
-        """Whether :meth:`plan` may be called while a step is launched and not accounted for. It may
-        for chunks of prompts, whose results are known when they are launched."""
+        """Whether :meth:`plan_step` may be called before a launched step is accounted for.
+
+        It may for chunks of prompts, because we know their results when we launch them.
+        """
         if self.decode is None:
             return True
-        prefill, batch = self.prefill, self._split(launched)[1]
+        prefill, batch = self.prefill, self._split_works(launched)[1]
         beside = prefill is not None and bool(prefill.running or prefill.waiting)
         return self.decode.may_plan_ahead(batch, beside_prompts=beside)
 
-    def on_layers_done(self, works: list[Work]) -> Callable[[int, int], None] | None:
-        """A function that the forward pass calls when KV of layers is in the pool, or None."""
-        return None if self._sending is None else self._sending.layer_sender(works)
+    def make_layer_sender(self, works: list[Work]) -> Callable[[int, int], None] | None:
+        """Make the callback of the forward pass for layers whose KV is in the pool, or None."""
+        return None if self._sending is None else self._sending.make_layer_sender(works)
 
-    def process(self, works: list[Work]) -> None:
+    def process_step(self, works: list[Work]) -> None:
         """Account for a completed step."""
-        # NOTE: works are split first, since accounting makes a complete prompt a running sequence.
-        chunks, batch = self._split(works)
-        self._core.events.want_pump()
+        # We split first, because accounting turns a complete prompt into a running sequence.
+        chunks, batch = self._split_works(works)
+        self._core.events.want_reservations()
         if self.decode is not None:
-            self.decode.process(batch)
+            self.decode.process_step(batch)
         if self.prefill is None:
             return
-        completed = self.prefill.process(chunks)
+        completed = self.prefill.process_step(chunks)
         if self._sending is not None:
             for work in chunks:
-                if work not in completed and not work.sequence.request.state.terminal:
-                    self._sending.chunk_computed(work)
+                if work not in completed and not work.sequence.request.state.is_terminal:
+                    self._sending.on_chunk_computed(work)
         for work in completed:
-            self._prompt_computed(work)
+            self._complete_prompt(work)
 
-    def _split(self, works: list[Work]) -> tuple[list[Work], list[Work]]:
-        """Chunks of prompts, and the decode batch."""
+    def _split_works(self, works: list[Work]) -> tuple[list[Work], list[Work]]:
+        """Split works into chunks of prompts and the decode batch."""
         if self.prefill is None:
             return [], works
         if self.decode is None:
             return works, []
-        chunks = [work for work in works if not work.sequence.decodes]
-        return chunks, [work for work in works if work.sequence.decodes]
+        chunks = [work for work in works if not work.sequence.is_decoding]
+        return chunks, [work for work in works if work.sequence.is_decoding]
 
-    def _prompt_computed(self, work: Work) -> None:
-        """Deliver token 1 of every choice of a complete prompt, and pass the request on."""
+    def _complete_prompt(self, work: Work) -> None:
+        """Emit token 1 of every choice of a complete prompt, and pass the request on."""
         request = work.sequence.request
         progress = request.progress
         if work.drafter_state is not None:
             progress.drafter_state = work.drafter_state()
         if not progress.first_tokens:
-            progress.first_tokens = self._first_tokens(work)
-        if request.state.terminal:
+            progress.first_tokens = self._emit_first_tokens(work)
+        if request.state.is_terminal:
             return
         if all(token.finish for token in progress.first_tokens):
-            self._core.rooms.finish(request)
+            self._core.requests.finish_request(request)
         elif request.outgoing is None:
             assert self.decode is not None
-            self.decode.add(request, progress.first_tokens, repeat=False)
+            self.decode.add_request(request, progress.first_tokens, repeat=False)
         else:
             assert self._sending is not None
-            self._sending.prompt_computed(request)
+            self._sending.on_prompt_computed(request)
 
-    def _first_tokens(self, work: Work) -> list[FirstToken]:
-        """Token 1 of each choice, emitted; the request fails if the model gave no number."""
-        request, rooms, metrics = work.sequence.request, self._core.rooms, self._core.metrics
+    def _emit_first_tokens(self, work: Work) -> list[FirstToken]:
+        """Emit and return token 1 of each choice. Fail the request if a token has an error."""
+        request, requests, metrics = work.sequence.request, self._core.requests, self._core.metrics
         times = request.times
         times.first_token = time.monotonic()
         admitted = times.admitted or times.arrived
         stages = Stages(queue=admitted - times.arrived, prefill=times.first_token - admitted)
-        metrics.observe("queue", stages.queue or 0.0)
-        metrics.observe("prefill", stages.prefill or 0.0)
+        metrics.observe_stage("queue", stages.queue or 0.0)
+        metrics.observe_stage("prefill", stages.prefill or 0.0)
         tokens: list[FirstToken] = []
         choices = zip(request.progress.choices, work.sampled, strict=True)
         for index, (state, sampled) in enumerate(choices):
+            if state.rules is not None and state.rules.error is not None:
+                self._core.fail_choice(request, state.rules.error)
+                return tokens
             if sampled.error is not None:
-                rooms.fail(request, state.failure(sampled.error))
+                requests.fail_request(request, state.make_error(sampled.error))
                 return tokens
-            try:
-                finish = state.observe(sampled.token_id)
-            except PDError as error:
-                self._core.fail_choice(request, error)
-                return tokens
+            finish = state.observe_token(sampled.token_id)
             tokens.append(FirstToken(index, sampled.token_id, sampled.logprobs, finish))
             output = Output(
                 room=request.room,
@@ -239,57 +245,61 @@ class CombinedScheduler:
             )
             if index == 0 and request.params.prompt_logprobs_start is not None:
                 output.prompt_logprobs = request.progress.logprobs
-            rooms.emit(request, output)
-        # Nothing more is drawn with these; rows of penalties would be kept for them.
+            requests.emit_output(request, output)
+        # We draw nothing more with these states, and they would keep rows of penalties.
         request.progress.choices = []
         return tokens
 
-    def observe(self, shape: StepShape, seconds: float) -> float:
-        """Correct the predictions of an elastic node by a step that was computed; returns the
-        relative error of its prediction."""
+    def observe_step(self, shape: StepShape, seconds: float) -> float:
+        """Correct the predictions of an elastic node by a computed step.
+
+        Returns:
+            The relative error of its prediction.
+        """
         assert self._core.costs is not None
-        self.prompt_share.observe(self._core.costs.cost, shape)
-        return self._core.costs.observe(shape, seconds)
+        self.prompt_share.observe_step(self._core.costs.cost, shape)
+        return self._core.costs.observe_step(shape, seconds)
 
     # ---- requests
 
-    def remove(self, request: Request) -> None:
-        """Take a request that ended out of all queues."""
+    def remove_request(self, request: Request) -> None:
+        """Remove an ended request from all queues."""
         if self.prefill is not None:
-            self.prefill.remove(request)
+            self.prefill.remove_request(request)
         if self.decode is not None:
-            self.decode.remove(request)
+            self.decode.remove_request(request)
 
-    def has_not_begun(self, request: Request) -> bool:
-        """Whether a request waits for its grammar, or for its prompt to be computed, and none of
-        that was ever done."""
+    def has_not_started(self, request: Request) -> bool:
+        """Return whether a request still waits for its grammar or for its first chunk."""
         if request.state is RequestState.COMPILING:
             return True
         waits = self.prefill is not None and request in self.prefill.waiting
         return waits and request.times.admitted is None
 
     def end_choice(self, request: Request, index: int) -> bool:
-        """End one choice of a request; False if it is not decoded here (yet)."""
-        self._core.events.want_pump()
+        """End one choice of a request. Return False if this node does not decode it (yet)."""
+        self._core.events.want_reservations()
         return self.decode is not None and self.decode.end_choice(request, index)
 
     # ---- administration
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens that are still to be computed."""
+        """Number of prompt tokens left to compute."""
         return 0 if self.prefill is None else self.prefill.queued_tokens
 
-    def queued(self) -> Iterator[Sequence]:
-        """The sequences in all queues, one for each place in one."""
+    def iter_queued(self) -> Iterator[Sequence]:
+        """Iterate over one sequence for each place in the queues."""
         if self.prefill is not None:
-            yield from self.prefill.queued()
+            yield from self.prefill.iter_queued()
         if self.decode is not None:
-            yield from self.decode.queued()
+            yield from self.decode.iter_queued()
 
-    def queues(self) -> dict[str, int]:
-        """Requests by queue, as ``/server_info`` shows them. Where both schedulers are, prompts
-        that are computed are in a queue of their own."""
+    def count_queues(self) -> dict[str, int]:
+        """Count requests by queue for ``/server_info``.
+
+        With both schedulers, running prompts have a queue of their own.
+        """
         queues: dict[str, int] = {"waiting": 0}
         if self.decode is not None:
             queues |= {

@@ -1,4 +1,4 @@
-"""Events of a node: every change of its state happens in one, under one lock."""
+"""Events of a node. Every change of its state happens inside one, under one lock."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ if TYPE_CHECKING:
 
 
 class Events:
-    """The lock of a node's state, and what happens at the end of each event.
+    """Owns the lock of a node's state, and settles the node after each event.
 
-    A message, a tick of the clock, a step that is planned or accounted for, an administrative
-    action and a transfer's callback are events. When an event is over it settles: requests that
-    ended are closed, and waiting requests go on where that is possible now.
+    Messages, clock ticks, planning and accounting of steps, administrative actions and transfer
+    callbacks are events. When an event settles, the node closes ended requests, and lets waiting
+    requests continue if they can.
 
     Attributes:
-        lock: acquired without an event only to read.
-        work_available: set when the step loop should look for work.
-        settle: called at the end of each event, with the lock held. The node sets it before it
+        lock: without an event, acquire it only to read.
+        work_available: set when the step loop should check for work.
+        settle: called at the end of each event with the lock held. The node sets it before it
             starts.
     """
 
@@ -29,12 +29,13 @@ class Events:
         self.work_available = threading.Event()
         self.settle: Callable[[], None] = lambda: None
         self._depth = 0  # more than 1 where events are nested
-        self._pump_wanted = False
+        self._reservations_wanted = False
 
     @contextmanager
     def event(self) -> Iterator[None]:
-        """Hold the lock while something happens to the node, and settle before it is released. May
-        be called by any thread. An event inside another event of the same thread is a part of it.
+        """Hold the lock during an event, and settle before releasing it.
+
+        Any thread may call this. If a thread nests events, only the outermost one settles.
         """
         with self.lock:
             self._depth += 1
@@ -48,16 +49,15 @@ class Events:
                     self._depth -= 1
 
     @property
-    def under_way(self) -> bool:
-        """Whether there is an event; the caller holds the lock."""
+    def is_under_way(self) -> bool:
+        """Whether the caller, who holds the lock, is inside an event."""
         return self._depth > 0
 
-    def want_pump(self) -> None:
-        """Note that something changed that waiting requests may have waited for; they are looked
-        at when this event settles."""
-        self._pump_wanted = True
+    def want_reservations(self) -> None:
+        """Ask the receiving end to reserve pages for waiting requests when this event settles."""
+        self._reservations_wanted = True
 
-    def take_pump(self) -> bool:
-        """Whether :meth:`want_pump` was called since this was last asked."""
-        wanted, self._pump_wanted = self._pump_wanted, False
+    def take_reservation_wish(self) -> bool:
+        """Return whether :meth:`want_reservations` was called, and reset it."""
+        wanted, self._reservations_wanted = self._reservations_wanted, False
         return wanted

@@ -1,4 +1,4 @@
-"""Handlers of messages, by type of message."""
+"""Handlers of messages by message type."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ M = TypeVar("M", bound=Message)
 
 
 class Handlers:
-    """Functions that take the sender's identity and a message, registered by type of message.
+    """Calls functions for messages. Functions are registered by message type.
 
-    :meth:`on` ties the type of the message to the type that the function takes, so no handler has
-    to check what it was given.
+    :meth:`add_handler` ties the type of a message to the argument type of the function, so handlers
+    need no type checks.
     """
 
     def __init__(self) -> None:
-        # NOTE: Any, since a dictionary cannot say that each value goes with the type of its key.
+        # Any, because a dictionary type cannot tie each value to the type of its key.
         self._by_type: defaultdict[type[Message], list[Callable[[bytes, Any], None]]]
         self._by_type = defaultdict(list)
 
-    def on(self, kind: type[M], handle: Callable[[bytes, M], None]) -> None:
-        """Call ``handle`` for each message of exactly this type, after those registered before."""
+    def add_handler(self, kind: type[M], handle: Callable[[bytes, M], None]) -> None:
+        """Call ``handle`` for each message of exactly this type, in order of registration."""
         self._by_type[kind].append(handle)
 
-    def handle(self, identity: bytes, message: Message) -> None:
-        """Call the handlers of a message. The caller checked :meth:`__contains__`."""
+    def call_handlers(self, identity: bytes, message: Message) -> None:
+        """Call the handlers of a message. The caller has checked :meth:`__contains__`."""
         for handle in self._by_type[type(message)]:
             handle(identity, message)
 

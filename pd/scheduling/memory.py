@@ -1,4 +1,4 @@
-"""Pages of sequences: matched from the radix tree, allocated, cached, released."""
+"""Pages of sequences: matches, allocates, caches and releases them."""
 
 from __future__ import annotations
 
@@ -7,31 +7,33 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pd.engine.page_allocator import PageAllocator, PageState
+from pd.radix import check_invariants
+from pd.scheduling.prefix_leases import PrefixLeases
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     import numpy.typing as npt
 
-    from pd.core.request import Sequence
     from pd.radix import RadixCache
+    from pd.scheduling.request import Request, Sequence
     from pd.speculative.ngram_cache import NgramCache
 
     IntArray = npt.NDArray[np.int32]
 
-# A request that has lacked pages for so long gets them before others of its node.
+# A request that has lacked pages for so long gets them before others on its node.
 LACKING_SECONDS = 1.0
 
 
 class Memory:
-    """The pool's pages and the radix tree that caches them. The caller holds the node's lock.
+    """Owns the pool's pages and the radix tree. The caller holds the node's lock.
 
-    A sequence's page table never changes under it: when its tokens are inserted into the tree and
-    the tree has them already, the sequence keeps its own copies until it is released, so that a
-    launched step or a running transfer reads what it was given.
+    Entries of a page table never change, because a launched step or a transfer may be reading them.
+    If we insert tokens the tree already has, the sequence therefore keeps its own copies until we
+    release it.
 
     Args:
-        ngram_cache: is given the tokens of what is cached, or is None.
+        ngram_cache: receives all tokens we cache; None without one.
     """
 
     def __init__(
@@ -44,117 +46,141 @@ class Memory:
         self.page_size = page_size
         self.allocator = PageAllocator(num_pages)
         self.radix = radix
+        self.prefix_leases = PrefixLeases(radix, num_pages)
         self._ngram_cache = ngram_cache
 
     @property
     def num_pages(self) -> int:
-        """Pages of the pool."""
+        """Number of pages in the pool."""
         return self.allocator.num_pages
 
     @property
-    def available(self) -> int:
-        """Pages that an allocation can have: free ones and those it may evict."""
-        return self.allocator.count(PageState.FREE) + self.radix.evictable_pages
+    def num_available(self) -> int:
+        """Number of pages an allocation can get: free pages and evictable ones."""
+        return self.allocator.count_pages(PageState.FREE) + self.radix.evictable_pages
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that hold ``num_tokens`` tokens."""
+        """Return the number of pages needed for ``num_tokens`` tokens."""
         return -(-num_tokens // self.page_size)
 
-    def missing(self, sequence: Sequence, num_tokens: int, max_cached: int) -> int:
-        """Pages that a sequence without pages would lack for ``num_tokens`` after :meth:`match`.
+    def count_missing(self, sequence: Sequence, num_tokens: int, max_cached: int) -> int:
+        """Count the pages a sequence without pages still needs after :meth:`match_prefix`.
 
-        Unlike a match it leaves no trace, so it may be asked again and again.
+        Unlike a match this changes nothing, so you may call it again and again.
         """
-        return self.pages_for(num_tokens) - self.cached(sequence, max_cached) // self.page_size
+        return (
+            self.pages_for(num_tokens) - self.count_cached(sequence, max_cached) // self.page_size
+        )
 
-    def cached(self, sequence: Sequence, max_tokens: int) -> int:
-        """Leading tokens of a sequence that :meth:`match` would find; leaves no trace."""
+    def count_cached(self, sequence: Sequence, max_tokens: int) -> int:
+        """Count the leading tokens that :meth:`match_prefix` would find. This changes nothing."""
         namespace = sequence.request.namespace
-        return self.radix.peek(sequence.ids, namespace, max_tokens=max_tokens)
+        return self.radix.count_cached(sequence.ids, namespace, max_tokens=max_tokens)
 
-    def match(self, sequence: Sequence, max_tokens: int) -> int:
-        """Give a sequence without pages its cached prefix, locked; returns its tokens."""
+    def match_prefix(self, sequence: Sequence, max_tokens: int) -> int:
+        """Lock the cached prefix of a sequence without pages, and return its number of tokens."""
         assert sequence.handle is None and len(sequence.pages) == 0
         namespace = sequence.request.namespace
-        found = self.radix.match(sequence.ids, namespace, max_tokens=max_tokens)
-        self.radix.lock(found.handle)
-        sequence.handle = found.handle
-        sequence.pages = np.array(found.pages, dtype=np.int32)
-        sequence.owned = np.zeros(len(found.pages), dtype=np.bool_)
-        sequence.num_computed = len(found.pages) * self.page_size
+        match = self.radix.match_prefix(sequence.ids, namespace, max_tokens=max_tokens)
+        self.radix.lock(match.handle)
+        sequence.handle = match.handle
+        sequence.pages = np.array(match.pages, dtype=np.int32)
+        sequence.owned = np.zeros(len(match.pages), dtype=np.bool_)
+        sequence.num_computed = len(match.pages) * self.page_size
         sequence.num_noted = max(sequence.num_noted, sequence.num_computed)
         return sequence.num_computed
 
-    def grow(self, sequence: Sequence, num_tokens: int, state: PageState = PageState.OWNED) -> bool:
-        """Make the page table cover ``num_tokens``, evicting as needed; False if impossible."""
+    def grow_pages(
+        self, sequence: Sequence, num_tokens: int, state: PageState = PageState.OWNED
+    ) -> bool:
+        """Extend the page table to ``num_tokens``, and evict pages as needed.
+
+        Returns:
+            False if there are not enough pages. Then nothing has changed.
+        """
         missing = self.pages_for(num_tokens) - len(sequence.pages)
         if missing <= 0:
             return True
-        if missing > self.available:
+        if missing > self.num_available:
             return False
-        shortage = missing - self.allocator.count(PageState.FREE)
+        shortage = missing - self.allocator.count_pages(PageState.FREE)
         if shortage > 0:
-            self.allocator.free(self.radix.evict(shortage), PageState.IN_TREE)
-        pages = self.allocator.allocate(missing, state)
+            self.prefix_leases.end_expired()
+            self.allocator.free_pages(self.radix.evict_pages(shortage), PageState.IN_TREE)
+        pages = self.allocator.allocate_pages(missing, state)
         sequence.pages = np.concatenate([sequence.pages, pages])
         sequence.owned = np.concatenate([sequence.owned, np.ones(missing, dtype=np.bool_)])
         return True
 
-    def cache(self, sequence: Sequence) -> None:
-        """Insert the computed tokens' whole pages into the tree and keep them locked there."""
+    def cache_tokens(self, sequence: Sequence) -> None:
+        """Insert the whole pages of the computed tokens into the tree, and lock them there."""
         if self._ngram_cache is not None:
-            self._note(sequence, self._ngram_cache)
+            self._note_ngrams(sequence, self._ngram_cache)
         count = sequence.num_computed // self.page_size
         if count == 0:
             return
-        inserted = self.radix.insert(
+        inserted = self.radix.insert_prefix(
             sequence.ids[: count * self.page_size],
             sequence.pages[:count],
             sequence.request.namespace,
             priority=sequence.request.priority,
         )
         given = slice(inserted.existing_pages, count)
-        self.allocator.move(sequence.pages[given], PageState.OWNED, PageState.IN_TREE)
+        self.allocator.move_pages(sequence.pages[given], PageState.OWNED, PageState.IN_TREE)
         sequence.owned[given] = False
         self.radix.lock(inserted.handle)
         if sequence.handle is not None:
             self.radix.unlock(sequence.handle)
         sequence.handle = inserted.handle
 
+    def lease_prompt(self, request: Request) -> None:
+        """Keep the cached pages of a computed prompt as long as its client asks, within limits."""
+        sequence = request.sequence
+        if request.prefix_lease and sequence.handle is not None:
+            pages = sequence.num_computed // self.page_size
+            self.prefix_leases.add_lease(
+                request.owner, request.rid, sequence.handle, pages, request.prefix_lease
+            )
+
     @staticmethod
-    def _note(sequence: Sequence, ngram_cache: NgramCache) -> None:
-        """Give the n-gram cache the tokens that it was not given yet: those computed of a prompt,
-        and all of an output. What the prefix cache had is not computed again, so it costs nothing
-        here either."""
-        stop = sequence.num_tokens if sequence.decodes else sequence.num_computed
+    def _note_ngrams(sequence: Sequence, ngram_cache: NgramCache) -> None:
+        """Give the n-gram cache computed prompt tokens and output it does not have.
+
+        We skip tokens from the prefix cache, because the n-gram cache got them from an earlier
+        sequence.
+        """
+        stop = sequence.num_tokens if sequence.is_decoding else sequence.num_computed
         if stop > sequence.num_noted:
             namespace = sequence.request.namespace
-            ngram_cache.add(namespace, sequence.ids[:stop], sequence.num_noted)
+            ngram_cache.add_text(namespace, sequence.ids[:stop], sequence.num_noted)
             sequence.num_noted = stop
 
     def own_reserved(self, sequence: Sequence) -> None:
-        """Make reserved pages the sequence's own, whether or not KV has arrived in them."""
+        """Turn reserved pages into owned ones, whether or not KV has arrived in them."""
         own = sequence.pages[sequence.owned]
-        self.allocator.move(own, PageState.RESERVED, PageState.OWNED)
+        self.allocator.move_pages(own, PageState.RESERVED, PageState.OWNED)
 
-    def release(self, sequence: Sequence) -> None:
-        """Give up all pages of a sequence; what is in the tree stays cached."""
-        self.allocator.free(sequence.pages[sequence.owned], PageState.OWNED)
-        self._forget(sequence)
+    def release_pages(self, sequence: Sequence) -> None:
+        """Release all pages of a sequence. Pages in the tree stay cached."""
+        self.allocator.free_pages(sequence.pages[sequence.owned], PageState.OWNED)
+        self._drop_pages(sequence)
 
-    def quarantine(self, sequence: Sequence) -> IntArray:
-        """Give up reserved pages that a transfer may still write; returns them for
-        :meth:`end_quarantine`."""
+    def quarantine_pages(self, sequence: Sequence) -> IntArray:
+        """Take reserved pages away from a sequence while a transfer may still write to them.
+
+        Returns:
+            The pages, for :meth:`end_quarantine`.
+        """
         pages = sequence.pages[sequence.owned]
-        self.allocator.move(pages, PageState.RESERVED, PageState.QUARANTINED)
-        self._forget(sequence)
+        self.allocator.move_pages(pages, PageState.RESERVED, PageState.QUARANTINED)
+        self._drop_pages(sequence)
         return pages
 
     def end_quarantine(self, pages: IntArray) -> None:
-        """Nothing can write to these pages any more."""
-        self.allocator.free(pages, PageState.QUARANTINED)
+        """Free quarantined pages, once nothing can write to them."""
+        self.allocator.free_pages(pages, PageState.QUARANTINED)
 
-    def _forget(self, sequence: Sequence) -> None:
+    def _drop_pages(self, sequence: Sequence) -> None:
         if sequence.handle is not None:
             self.radix.unlock(sequence.handle)
         sequence.handle = None
@@ -162,18 +188,17 @@ class Memory:
         sequence.owned = sequence.owned[:0]
         sequence.num_computed = 0
 
-    def flush(self) -> int:
-        """Drop everything cached and unlocked, and the n-gram cache; returns the number of pages
-        freed."""
+    def flush_cache(self) -> int:
+        """Drop the n-gram cache and all unlocked cached pages, and return how many we freed."""
         if self._ngram_cache is not None:
-            self._ngram_cache.clear()
+            self._ngram_cache.clear_texts()
         pages = self.radix.clear()
-        self.allocator.free(pages, PageState.IN_TREE)
+        self.allocator.free_pages(pages, PageState.IN_TREE)
         return len(pages)
 
-    def counts(self) -> dict[str, int]:
-        """Pages by owner, as ``/server_info`` shows them; they add up to ``total``."""
-        count = self.allocator.count
+    def count_pages(self) -> dict[str, int]:
+        """Count pages by owner for ``/server_info``. They add up to ``total``."""
+        count = self.allocator.count_pages
         return {
             "total": self.num_pages,
             "free": count(PageState.FREE),
@@ -183,17 +208,20 @@ class Memory:
             "quarantined": count(PageState.QUARANTINED),
         }
 
-    def check(self, sequences: Iterable[Sequence], quarantined: Iterable[IntArray]) -> None:
-        """Raise AssertionError unless each page has exactly the owner that the states say."""
-        self.allocator.check()
-        self.radix.check()
-        cached = np.sort(self.radix.pages())
-        assert np.array_equal(cached, self.allocator.pages_in(PageState.IN_TREE)), "tree differs"
+    def check_owners(self, sequences: Iterable[Sequence], quarantined: Iterable[IntArray]) -> None:
+        """Raise AssertionError unless each page has exactly the owner named by its state."""
+        self.allocator.check_invariants()
+        check_invariants(self.radix)
+        cached = np.sort(self.radix.list_pages())
+        assert np.array_equal(cached, self.allocator.find_pages(PageState.IN_TREE)), "tree differs"
         owned = [sequence.pages[sequence.owned] for sequence in sequences]
         held = np.sort(np.concatenate([*owned, np.empty(0, dtype=np.int32)]))
         expected = np.union1d(
-            self.allocator.pages_in(PageState.OWNED), self.allocator.pages_in(PageState.RESERVED)
+            self.allocator.find_pages(PageState.OWNED),
+            self.allocator.find_pages(PageState.RESERVED),
         )
         assert np.array_equal(held, expected), "sequences hold other pages than the states say"
         waiting = np.sort(np.concatenate([*quarantined, np.empty(0, dtype=np.int32)]))
-        assert np.array_equal(waiting, self.allocator.pages_in(PageState.QUARANTINED)), "quarantine"
+        assert np.array_equal(waiting, self.allocator.find_pages(PageState.QUARANTINED)), (
+            "quarantine"
+        )

@@ -19,9 +19,9 @@ class TransferTimes(NamedTuple):
     """Durations of one transfer in seconds.
 
     Attributes:
-        wait: from the request's arrival until the decode node had reserved.
-        wire: from the first push to the last byte's end, as the prefill node sees it.
-        exposed: from the computed prompt to the commit; the request waits for this part only.
+        wait: from the request's arrival to the decode node's reservation.
+        wire: from the first push to the end of the last byte, seen from the prefill node.
+        exposed: from the computed prompt to the commit. The request only waits for this part.
     """
 
     wait: float
@@ -30,7 +30,7 @@ class TransferTimes(NamedTuple):
 
 
 class TransferMetrics:
-    """Sizes and durations of committed transfers by backend. Both ends count the same ones."""
+    """Sizes and durations of committed transfers by backend. Both ends count the same transfers."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -60,8 +60,11 @@ class TransferMetrics:
             ),
         }
 
-    def observe(self, backend: str, num_bytes: int, times: TransferTimes) -> None:
-        """Count a committed transfer; one without bytes (the decode node had all) by its wait."""
+    def observe_transfer(self, backend: str, num_bytes: int, times: TransferTimes) -> None:
+        """Count a committed transfer.
+
+        If the decode node had all tokens cached, there were no bytes, and we only count the wait.
+        """
         self._times["wait"].labels(backend).observe(times.wait)
         if num_bytes == 0:
             return
@@ -73,11 +76,11 @@ class TransferMetrics:
 
 
 class VerifiedDrafts:
-    """Drafts that one step verified.
+    """Counts the drafts verified by one step.
 
     Attributes:
-        drafts: how many.
-        shapes: how many have each shape.
+        drafts: number of drafts.
+        shapes: number of drafts by shape.
         accepted: number of accepted tokens by their depth in the draft.
     """
 
@@ -89,14 +92,14 @@ class VerifiedDrafts:
     @property
     def drafted(self) -> list[int]:
         """Number of drafted tokens by their depth in the draft."""
-        found = [0] * max((shape.depth for shape in self.shapes), default=0)
+        counts = [0] * max((shape.depth for shape in self.shapes), default=0)
         for shape, count in self.shapes.items():
             for depth, width in enumerate(shape.widths):
-                found[depth] += count * width
-        return found
+                counts[depth] += count * width
+        return counts
 
-    def add(self, shape: DraftTree, accepted: int) -> None:
-        """Count a draft of which so many tokens were accepted."""
+    def add_draft(self, shape: DraftTree, accepted: int) -> None:
+        """Count a draft with ``accepted`` accepted tokens."""
         self.drafts += 1
         self.shapes[shape] = self.shapes.get(shape, 0) + 1
         while len(self.accepted) < accepted:
@@ -105,20 +108,19 @@ class VerifiedDrafts:
             self.accepted[position] += 1
 
 
-# Once so many drafts are counted in the mean acceptance length, all of them weigh half as much as
-# those that follow.
+# When the mean acceptance length has counted this many drafts, we halve their weight.
 _RECENT_DRAFTS = 10_000
 
 
 class _ByPosition:
-    """A counter with the label ``position``. Looking a label up takes longer than counting."""
+    """A counter with the label ``position``. We keep its children, because lookups are slow."""
 
     def __init__(self, counter: Counter) -> None:
         self._counter = counter
         self._at: list[Counter] = []
 
-    def inc(self, counts: list[int]) -> None:
-        """Add a count at each position from 0 on."""
+    def add_counts(self, counts: list[int]) -> None:
+        """Add one count per position, starting at 0."""
         for position, count in enumerate(counts):
             if position == len(self._at):
                 self._at.append(self._counter.labels(position))
@@ -126,11 +128,11 @@ class _ByPosition:
 
 
 class SpeculationMetrics:
-    """Drafted and accepted tokens, and the time of steps with drafts.
+    """Counts drafted and accepted tokens, and the time of steps with drafts.
 
-    The acceptance length, the mean tokens per verified draft with the model's own after it, is
-    ``1 + accepted / drafts``. Its gauge is the mean since the start until 10,000 drafts were
-    verified; after that, older drafts weigh less.
+    The acceptance length is ``1 + accepted / drafts``: the mean tokens per verified draft with the
+    model's own. Its gauge is the mean since the start, until older drafts weigh less after 10,000
+    drafts.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -151,14 +153,14 @@ class SpeculationMetrics:
                 registry=registry,
             )
         )
-        # Drafts and accepted tokens by weight, in one tuple, since another thread reads both.
+        # Weighted drafts and accepted tokens, in one tuple because another thread reads both.
         self._recent = (0.0, 0.0)
         Gauge(
             "pd_speculative_acceptance_length",
             "Mean tokens per verified draft, the model's own among them, over the last 10,000 "
             "drafts or so; 0 before the first",
             registry=registry,
-        ).set_function(self._acceptance_length)
+        ).set_function(self._mean_acceptance)
         self._steps = Counter("pd_speculative_steps", "Steps with drafts", registry=registry)
         self._seconds = Counter(
             "pd_speculative_step_seconds",
@@ -168,29 +170,29 @@ class SpeculationMetrics:
         )
 
     def observe_step(self, draft_seconds: float, verify_seconds: float) -> None:
-        """A step with drafts is complete."""
+        """Count a complete step with drafts."""
         self._steps.inc()
         self._seconds.labels("draft").inc(draft_seconds)
         self._seconds.labels("verify").inc(verify_seconds)
         self._seconds.labels("total").inc(draft_seconds + verify_seconds)
 
-    def observe(self, verified: VerifiedDrafts) -> None:
-        """Drafts of a step were verified."""
+    def observe_drafts(self, verified: VerifiedDrafts) -> None:
+        """Count the verified drafts of a step."""
         self._drafts.inc(verified.drafts)
-        self._drafted.inc(verified.drafted)
-        self._accepted.inc(verified.accepted)
+        self._drafted.add_counts(verified.drafted)
+        self._accepted.add_counts(verified.accepted)
         drafts, accepted = self._recent
         drafts, accepted = drafts + verified.drafts, accepted + sum(verified.accepted)
         weight = 0.5 if drafts >= _RECENT_DRAFTS else 1.0
         self._recent = (weight * drafts, weight * accepted)
 
-    def _acceptance_length(self) -> float:
+    def _mean_acceptance(self) -> float:
         drafts, accepted = self._recent
         return 1 + accepted / drafts if drafts else 0.0
 
 
 class RequestMetrics:
-    """Counters and histograms of a node's requests, and the registry that exposes them."""
+    """Counters and histograms of a node's requests, and their registry."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -227,10 +229,10 @@ class RequestMetrics:
             registry=self.registry,
         )
 
-    def observe(self, stage: str, seconds: float) -> None:
-        """A request spent so long in a stage."""
+    def observe_stage(self, stage: str, seconds: float) -> None:
+        """Count the time of a request in a stage."""
         self._stages.labels(stage).observe(seconds)
 
-    def expose(self) -> bytes:
-        """The metrics of the registry in Prometheus' text format."""
+    def render_text(self) -> bytes:
+        """Render the registry's metrics in the Prometheus text format."""
         return generate_latest(self.registry)

@@ -1,8 +1,9 @@
-"""Policies: the order in which waiting requests are looked at.
+"""Policies for the order of waiting requests.
 
-A policy is a function from the waiting requests, oldest first, to the order of preference. It need
-not care about requests that are overtaken again and again:
-:class:`pd.scheduling.waiting_queue.WaitingQueue` bounds that.
+A policy is a function from the waiting requests, oldest first, to an order of preference. Policies
+may starve requests, because :class:`pd.scheduling.waiting_queue.WaitingQueue` limits that.
+
+To add a policy, write such a function and add it to :data:`POLICIES`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pd.core.request import Request
     from pd.radix import RadixCache
+    from pd.scheduling.request import Request
 
     Policy = Callable[[Sequence[Request], RadixCache], list[Request]]
 
@@ -25,12 +26,14 @@ def first_come_first_served(waiting: Sequence[Request], radix: RadixCache) -> li
 
 
 def longest_prefix_match(waiting: Sequence[Request], radix: RadixCache) -> list[Request]:
-    """lpm: most cached tokens first, so that they are used before they are evicted."""
-    return sorted(waiting, key=lambda request: -radix.peek(request.prompt, request.namespace))
+    """lpm: most cached tokens first, so we use them before we evict them."""
+    return sorted(
+        waiting, key=lambda request: -radix.count_cached(request.prompt, request.namespace)
+    )
 
 
 def longest_output_first(waiting: Sequence[Request], radix: RadixCache) -> list[Request]:
-    """lof: most tokens to generate first, so that the decode batch stays full to the end."""
+    """lof: most tokens to generate first, so the decode batch stays full to the end."""
     return sorted(waiting, key=lambda request: -request.params.max_tokens)
 
 
@@ -40,12 +43,13 @@ def by_priority(waiting: Sequence[Request], radix: RadixCache) -> list[Request]:
 
 
 def depth_first_weight(waiting: Sequence[Request], radix: RadixCache) -> list[Request]:
-    """dfs-weight: depth-first through the radix tree, the branch with most waiting requests first,
-    so that requests of one branch run together (the order proven optimal for an offline batch in
-    Zheng et al., SGLang, 2024, section 3). A request whose path ends at a node comes after those
-    that go deeper: the prefixes that these share are cached, and are used before they are evicted.
+    """dfs-weight: depth-first through the radix tree, branches with most waiting requests first.
+
+    Requests of one branch therefore run together. Zheng et al. (SGLang, 2024, section 3) prove this
+    order optimal for an offline batch. A request whose path ends at a node comes after deeper ones,
+    because they use the cached prefixes before we evict them.
     """
-    paths = [radix.path(request.prompt, request.namespace) for request in waiting]
+    paths = [radix.find_path(request.prompt, request.namespace) for request in waiting]
     weights = Counter(node for path in paths for node in path)
 
     def depth_first(index: int) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Prefill scheduling: waiting requests become chunks, chunks become first tokens."""
+"""Prefill scheduling: turns waiting requests into chunks, and chunks into first tokens."""
 
 from __future__ import annotations
 
@@ -10,56 +10,62 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pd.core.request import Request, RequestState
 from pd.core.step_cost import chunk_pairs
 from pd.engine.sampling_state import SamplingState
 from pd.radix import RadixCache
 from pd.scheduling.memory import LACKING_SECONDS
+from pd.scheduling.request import Request, RequestState
 from pd.scheduling.step import Work
-from pd.scheduling.waiting_queue import WINDOW, reusable_tokens
+from pd.scheduling.waiting_queue import WINDOW, count_reusable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-    from pd.core.request import Sequence
     from pd.engine.engine import Engine
+    from pd.scheduling.admission_policy import AdmissionPolicy
     from pd.scheduling.memory import Memory
+    from pd.scheduling.request import Sequence
     from pd.scheduling.waiting_queue import WaitingQueue
 
-# Log probabilities of a prompt need a row of the vocabulary per token. Their memory is bounded by
-# rows of one prompt in a step, and by bytes in float32 of all prompts in a step (but no less than
-# that many rows).
+# Log probabilities of a prompt need one row of the vocabulary per token. We limit the rows of one
+# prompt in a step, and the float32 bytes of all prompts in a step, but allow at least one prompt.
 MAX_LOGPROB_CHUNK = 512
 _MAX_LOGPROB_BYTES = 1 << 30
-# Up to so many prompts that wait, their tokens are counted anew for each step.
+# With more waiting prompts than this we do not count their tokens anew for each step.
 _MOST_COUNTED = 16
-# Seconds after which prompts are forgotten that were computed, since others take their pages, and
-# those that will not be computed.
+# We forget counted prompts after this many seconds: computed ones, because others take their pages,
+# and abandoned ones, because nobody will compute them.
 _COMPUTED_SECONDS, _ABANDONED_SECONDS = 10.0, 1.0
-# Tokens of waiting prompts that are noted again when others are forgotten, in a few milliseconds.
+# When we forget counted prompts, we note up to this many tokens of waiting prompts again. This
+# takes a few milliseconds.
 _MOST_KEPT = 200_000
-# A step of so many tokens makes full use of a GPU: with more it takes longer in proportion, and a
-# prompt that ends in it would wait for tokens of others.
+# A step of this many tokens makes full use of a GPU. A longer one only makes its ending prompts
+# wait for tokens of others.
 _FULL_STEP = 2048
-# Behind a long queue such a step is this part of the queue: then it ends much earlier than all of
-# the queue would, and hardly less is computed per second.
+# With a long queue, a step that ends a prompt takes this part of the queue, because it then ends
+# much earlier than the queue and hardly costs throughput.
 _STEPS_OF_QUEUE = 8
-# A prompt does not wait for another of which more than so many times as much is left.
+# A prompt does not wait for another one with more than this many times as many tokens left.
 _SHORTER = 2
+# The oldest running prompt keeps this part of a step, and a smaller one if it will be late anyway.
+_PART, _LATE_PART = 2, 8
 
 
 @dataclass(slots=True)
 class _Step:
-    """A step that is being planned.
+    """A step during planning.
 
     Attributes:
-        budget: its tokens; ``left``: those that are neither given nor kept for ``oldest``.
-        enough: tokens beyond which nothing is added to a step in which a prompt ends.
-        rows: rows of logits that are left for log probabilities of prompts.
+        budget: tokens of the step.
+        limit: maximum tokens of a step in which a prompt ends.
+        rows: rows of logits left for log probabilities of prompts.
+        left: tokens of the budget neither given out nor kept.
+        given: tokens given out.
+        oldest: the request for which ``kept`` tokens are reserved.
     """
 
     budget: int
-    enough: int
+    limit: int
     rows: int
     left: int = field(init=False)
     given: int = 0
@@ -70,16 +76,19 @@ class _Step:
     def __post_init__(self) -> None:
         self.left = self.budget
 
-    def keep(self, request: Request, tokens: int) -> None:
-        """Keep tokens for a request, which may get others too."""
+    def keep_tokens(self, request: Request, tokens: int) -> None:
+        """Reserve tokens for a request, which may get more in addition."""
         self.oldest, self.kept = request, min(tokens, self.left)
         self.left -= self.kept
 
-    def take(self, request: Request, wanted: int, *, to_end: bool) -> int:
-        """Tokens for a request, ``wanted`` at most; what it does not need of its own is free.
+    def take_tokens(self, request: Request, wanted: int, *, to_end: bool) -> int:
+        """Give a request up to ``wanted`` tokens, and free the rest of its reservation.
 
         Args:
-            to_end: whether the request has no tokens left but these.
+            to_end: whether these are the last tokens of the prompt.
+
+        Returns:
+            The number of tokens given.
         """
         if request is self.oldest:
             self.left, self.kept, self.oldest = self.left + self.kept, 0, None
@@ -87,27 +96,23 @@ class _Step:
         self.left -= taken
         self.given += taken
         if to_end and taken == wanted:
-            self.kept = min(self.kept, self.enough - self.enough // 2)
-            self.left = min(self.left, max(0, self.enough - self.given - self.kept))
+            self.kept = min(self.kept, self.limit - self.limit // 2)
+            self.left = min(self.left, max(0, self.limit - self.given - self.kept))
         return taken
 
 
 class PrefillScheduler:
-    """Queues "waiting" and "running" of prefill. The caller holds the node's lock.
+    """Schedules prompts with the queues "waiting" and "running".
+
+    The caller holds the node's lock.
 
     Args:
-        waiting: queue of requests that wait; empty at first.
-        will_leave: whether a request, once computed, waits for no other (its decode node holds
-            memory for it already). Such requests run even while others lack memory, since they
-            release theirs soon. None if no request is like that.
-        reclaim: called with a number of pages that such a request lacks; frees pages of others
-            until so many are available, or as many as it can.
-        headroom: pages that must stay available after the admission of a request; all pages of the
-            pool if it may not be admitted.
+        waiting: the queue of waiting requests, empty at first.
+        admission: decides how much memory a prompt may take.
 
     Attributes:
-        lacking: requests that lacked memory, or a place among those that run, when the last step
-            was planned, of those that need no memory of another node.
+        lacking: requests that lacked memory or a place in the last planned step, except those
+            waiting for memory of another node.
     """
 
     def __init__(
@@ -115,62 +120,56 @@ class PrefillScheduler:
         engine: Engine,
         memory: Memory,
         waiting: WaitingQueue,
-        *,
-        will_leave: Callable[[Request], bool] | None = None,
-        reclaim: Callable[[int], None] = lambda pages: None,
-        headroom: Callable[[Request], int] = lambda request: 0,
+        admission: AdmissionPolicy,
     ) -> None:
         self._model = engine.model_config
         rows = _MAX_LOGPROB_BYTES // (4 * self._model.vocab_size)
         self._logprob_rows = max(MAX_LOGPROB_CHUNK, rows)
         self._memory = memory
-        self._will_leave = will_leave
-        self._reclaim = reclaim
-        self._headroom = headroom
+        self._admission = admission
         self.waiting = waiting
         self.running: list[Request] = []
         self.lacking: list[Request] = []
-        # Prompts whose load was asked for: what they begin with is computed once for all.
-        self._asked = RadixCache(memory.page_size)
-        self._asked_at = 0.0
-        # Whether one of them will not be computed.
+        # Prompts whose tokens we counted, because prompts with a common beginning share its cost.
+        self._counted_prompts = RadixCache(memory.page_size)
+        self._counted_since = 0.0
+        # Whether one of these prompts was abandoned.
         self._is_abandoned = False
 
-    def add(self, request: Request) -> None:
-        """Queue a new request."""
-        self.waiting.add(request)
+    def add_request(self, request: Request) -> None:
+        """Add a new request to the waiting queue."""
+        self.waiting.add_request(request)
 
-    def remove(self, request: Request) -> None:
-        """Take a request that ended out of both queues."""
+    def remove_request(self, request: Request) -> None:
+        """Remove an ended request from both queues."""
         ends_here = request in self.waiting or request in self.running
         self._is_abandoned = self._is_abandoned or ends_here
-        self.waiting.remove(request)
+        self.waiting.remove_request(request)
         if request in self.running:
             self.running.remove(request)
 
-    def queued(self) -> Iterator[Sequence]:
-        """The sequences of both queues."""
+    def iter_queued(self) -> Iterator[Sequence]:
+        """Iterate over the sequences of both queues."""
         yield from (request.sequence for request in chain(self.waiting, self.running))
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens that are still to be computed."""
+        """Number of prompt tokens left to compute."""
         partial = sum(len(r.prompt) - r.sequence.num_computed for r in self.running)
         return partial + sum(len(request.prompt) for request in self.waiting)
 
-    def uncached(self) -> tuple[int, float]:
-        """Prompt tokens that are still to be computed, without those that are cached, and their
-        pairs of query and key."""
+    def count_uncached(self) -> tuple[int, float]:
+        """Count the uncached prompt tokens left to compute, and their pairs of query and key."""
         tokens, pairs = 0, 0.0
         is_idle = not self.running and not self.waiting
         patience = _ABANDONED_SECONDS if self._is_abandoned else _COMPUTED_SECONDS
-        if is_idle or time.monotonic() - self._asked_at > patience:
-            self._forget_asked()
+        if is_idle or time.monotonic() - self._counted_since > patience:
+            self._reset_counted()
         for request in self.running:
             if request.progress.cached_on_arrival is None:
                 request.progress.cached_on_arrival = request.progress.cached_tokens
-                self._remember(request)
-            left = self._left(request)
+                self._note_prompt(request)
+            left = self._count_left(request)
             tokens += left
             pairs += chunk_pairs(len(request.prompt) - left, left)
         for request in self.waiting:
@@ -180,10 +179,15 @@ class PrefillScheduler:
             pairs += chunk_pairs(cached, left)
         return tokens, pairs
 
-    def _forget_asked(self) -> None:
-        """Forget the prompts of requests that are over (what is cached of them is known), and those
-        of the last ones if many tokens wait."""
-        self._asked, self._asked_at = RadixCache(self._memory.page_size), time.monotonic()
+    def _reset_counted(self) -> None:
+        """Forget prompts of ended requests, whose cached tokens the radix tree knows by now.
+
+        If many tokens wait, forget the youngest prompts, too.
+        """
+        self._counted_prompts, self._counted_since = (
+            RadixCache(self._memory.page_size),
+            time.monotonic(),
+        )
         self._is_abandoned = False
         tokens = 0
         for request in chain(self.running, self.waiting):
@@ -191,130 +195,150 @@ class PrefillScheduler:
             if tokens > _MOST_KEPT:
                 return
             if request.progress.cached_on_arrival is not None:
-                self._remember(request)
+                self._note_prompt(request)
 
-    def queued_whole(self) -> int | None:
-        """Prompt tokens of the requests that have some left to be computed, those that are computed
-        already included, without those that were cached; None if there are more requests than are
-        worth counting with each step."""
+    def count_queued(self) -> int | None:
+        """Count all uncached tokens of prompts with tokens left, including computed tokens.
+
+        Returns:
+            None if there are too many requests to count them for each step.
+        """
         if len(self.running) + len(self.waiting) > _MOST_COUNTED:
             return None
         if not self.running and not self.waiting:
             return 0
-        begun = [request for request in self.running if self._left(request)]
+        begun = [request for request in self.running if self._count_left(request)]
         tokens = sum(len(request.prompt) - request.progress.cached_tokens for request in begun)
         return tokens + sum(len(r.prompt) - self._cached_on_arrival(r) for r in self.waiting)
 
     def _cached_on_arrival(self, request: Request) -> int:
-        """Leading tokens of a waiting prompt that were cached when it was first asked for, or will
-        be by prompts that came before it."""
+        """Return the leading tokens that were cached when we first counted a waiting prompt.
+
+        This includes tokens that earlier prompts will have cached.
+        """
         progress = request.progress
         if progress.cached_on_arrival is None:
-            most = reusable_tokens(request)
-            shared = self._asked.peek(request.prompt, request.namespace)
-            cached = self._memory.cached(request.sequence, most)
+            most = count_reusable(request)
+            shared = self._counted_prompts.count_cached(request.prompt, request.namespace)
+            cached = self._memory.count_cached(request.sequence, most)
             progress.cached_on_arrival = max(cached, min(shared, most))
-            self._remember(request)
+            self._note_prompt(request)
         return progress.cached_on_arrival
 
-    def _remember(self, request: Request) -> None:
-        asked, memory = self._asked, self._memory
+    def _note_prompt(self, request: Request) -> None:
+        asked, memory = self._counted_prompts, self._memory
         num_pages = min(len(request.prompt) // memory.page_size, memory.num_pages)
         tokens = request.prompt[: num_pages * memory.page_size]
-        asked.insert(tokens, np.zeros(num_pages, dtype=np.int32), request.namespace)
+        asked.insert_prefix(tokens, np.zeros(num_pages, dtype=np.int32), request.namespace)
         if asked.evictable_pages > memory.num_pages:
-            asked.evict(asked.evictable_pages - memory.num_pages)
+            asked.evict_pages(asked.evictable_pages - memory.num_pages)
 
     @property
     def next_position(self) -> int:
-        """Position of the first token of the prompt that is computed next, as far as that is
-        known."""
-        oldest = next((request for request in self.running if self._left(request)), None)
+        """Estimated position at which the next prompt chunk starts."""
+        oldest = next((request for request in self.running if self._count_left(request)), None)
         if oldest is not None:
-            return len(oldest.prompt) - self._left(oldest)
-        first = next(self.waiting.candidates(), None)
+            return len(oldest.prompt) - self._count_left(oldest)
+        first = next(self.waiting.iter_candidates(), None)
         return 0 if first is None else self._cached_on_arrival(first)
 
-    def ending(self) -> Iterator[Request]:
-        """Requests whose last chunk is under way."""
-        return (request for request in self.running if not self._left(request))
+    def iter_ending(self) -> Iterator[Request]:
+        """Iterate over the requests whose last chunk is launched."""
+        return (request for request in self.running if not self._count_left(request))
 
-    def plan(self, budget: int, max_running: int) -> list[Work]:
-        """Chunks of at most ``budget`` tokens in all.
+    def plan_step(self, budget: int, max_running: int) -> list[Work]:
+        """Plan chunks of at most ``budget`` tokens in all.
 
-        Prompts of which no more than ``budget`` tokens are left are *short* here: they go first, in
-        order of admission, so that none waits for all of a long one. But the oldest prompt keeps
-        half of the budget, so that all get on, and long ones get whatever is left.
+        A prompt is *short* if at most ``budget`` tokens are left. Short prompts go first, in order
+        of admission, so none of them waits for all of a long one. The oldest prompt keeps half of
+        the budget, so every prompt makes progress. Long prompts get the rest.
 
-        Long prompts run one after the other: two of a length would end no sooner, and hold pages
-        meanwhile. But one that has less than half of what is left of each that runs goes beside
-        them, and first. So few run at a time, since each halves what the next may have, and the
-        oldest gets on meanwhile. A prompt that was overtaken too often waits for none.
+        Long prompts run one after the other, because two together would end no sooner and hold more
+        pages. A prompt may join them and goes first if it has less than half as many tokens left as
+        each of them. So only a few run at a time. An overdue prompt waits for none. If a prompt can
+        meet its objective, it does not wait for longer ones that cannot. If the oldest prompt
+        cannot meet its objective, it keeps only an eighth of the budget.
 
-        A step in which a prompt ends is no longer than it must be to make full use of a GPU, unless
-        many tokens wait: the first token comes when the whole step is done.
+        The first token comes when the whole step is done. A step with an ending prompt is therefore
+        only as long as the GPU needs for full use, unless many tokens wait.
         """
-        step = _Step(budget, self._enough(budget), self._logprob_rows)
-        oldest = next((request for request in self.running if self._left(request)), None)
+        step = _Step(budget, self._choose_step_limit(budget), self._logprob_rows)
+        oldest = next((request for request in self.running if self._count_left(request)), None)
         if oldest is not None:
-            wanted = min(self._limit(oldest), self._left(oldest))
-            step.keep(oldest, min(wanted, budget - budget // 2))
+            wanted = min(self._chunk_limit(oldest), self._count_left(oldest))
+            part = _LATE_PART if self._is_late(oldest) else _PART
+            step.keep_tokens(oldest, min(wanted, -(-budget // part)))
         long: list[Request] = []
         for request in self.running:
-            if self._is_long(request, self._left(request), budget):
+            if self._is_long(request, self._count_left(request), budget):
                 long.append(request)
             else:
-                self._chunk(request, step)
+                self._add_chunk(request, step)
         self._admit_waiting(step, max_running, long)
-        for request in sorted(long, key=self._left):
-            self._chunk(request, step)
+        for request in sorted(long, key=lambda each: (self._is_late(each), self._count_left(each))):
+            self._add_chunk(request, step)
         return step.works
 
-    def _enough(self, budget: int) -> int:
-        """Tokens beyond which a step does not grow once a prompt ends in it."""
+    def _choose_step_limit(self, budget: int) -> int:
+        """Choose the maximum tokens of a step in which a prompt ends."""
         if len(self.running) + len(self.waiting) > _MOST_COUNTED:
             return budget
         return min(budget, max(_FULL_STEP, self.queued_tokens // _STEPS_OF_QUEUE))
 
     def _is_long(self, request: Request, left: int, budget: int) -> bool:
-        """Whether a prompt of which so many tokens are left needs all of a step and more."""
-        return left > budget <= self._limit(request)
+        """Return whether a prompt with ``left`` tokens needs more than a whole step."""
+        return left > budget <= self._chunk_limit(request)
 
-    def _is_far_shorter(self, left: int, long: list[Request]) -> bool:
-        """Whether a prompt of which so many tokens are left may run beside long ones."""
-        return all(_SHORTER * left < self._left(other) for other in long)
+    def _may_run_beside(self, request: Request, left: int, long: list[Request]) -> bool:
+        """Return whether a long prompt with ``left`` tokens may join the running ones."""
+        for other in long:
+            longer = self._count_left(other)
+            if _SHORTER * left < longer:
+                continue
+            is_late = self.waiting.will_be_late(request, left)
+            if is_late or left >= longer or not self._is_late(other):
+                return False
+        return True
+
+    def _is_late(self, request: Request) -> bool:
+        """Return whether a running prompt will be late anyway, so it must not delay others."""
+        return self.waiting.will_be_late(request, self._count_left(request))
 
     def _admit_waiting(self, step: _Step, max_running: int, long: list[Request]) -> None:
-        """Admit prompts that fit and may run now. Long ones are appended to ``long`` and get their
-        chunk when all short ones have theirs."""
+        """Admit all prompts that fit and may run now.
+
+        Long prompts go to ``long``. They get their chunks after all short ones.
+        """
         self.lacking = []
         lacking = False
         owed: list[Request] = []
-        for number, request in enumerate(self.waiting.candidates()):
+        for number, request in enumerate(self.waiting.iter_candidates()):
             if len(self.running) >= max_running:
                 self._note_lack(request)
                 return
             if step.left <= 0:
                 return
-            left = self._left_of_waiting(request, step.budget, look=number < WINDOW)
+            left = len(request.prompt)
+            if number < WINDOW and self._is_long(request, left, step.budget):
+                left -= self._memory.count_cached(request.sequence, count_reusable(request))
             is_long = self._is_long(request, left, step.budget)
-            waits = is_long and bool(long) and not self._is_far_shorter(left, long)
+            waits = is_long and bool(long) and not self._may_run_beside(request, left, long)
             if waits and not self.waiting.is_overdue(request):
-                owed.append(request)  # its turn comes, since the one that runs gets on
+                owed.append(request)  # its turn comes, because the running one makes progress
                 continue
-            leaves = self._leaves(request)
+            leaves = self._admission.will_leave(request)
             if (lacking and not leaves) or self.waiting.should_follow(request, self.running):
                 continue
             if any(self.waiting.is_overdue(other) for other in owed):
-                return  # it is their turn: the next step or memory that comes free is theirs
-            if self._admit(request, leaves):
+                return  # they get the next step, or the next free memory
+            if self._admit_prompt(request, leaves):
                 if is_long:
                     long.append(request)
                     if len(self.running) == 1:
-                        step.keep(request, step.budget - step.budget // 2)
+                        step.keep_tokens(request, step.budget - step.budget // 2)
                 else:
-                    self._chunk(request, step)
-            elif self._will_leave is None:
+                    self._add_chunk(request, step)
+            elif not self._admission.hands_off:
                 return
             else:
                 lacking = True
@@ -324,49 +348,46 @@ class PrefillScheduler:
 
     def _note_lack(self, request: Request) -> None:
         progress = request.progress
-        if request.outgoing is None or self._leaves(request):
+        if request.outgoing is None or self._admission.will_leave(request):
             progress.lacking_since = progress.lacking_since or time.monotonic()
             self.lacking.append(request)
 
-    def _leaves(self, request: Request) -> bool:
-        return self._will_leave is not None and self._will_leave(request)
+    def owes_memory(self, arrived: float = -math.inf) -> bool:
+        """Return whether a prompt lacking memory for long goes before a new request.
 
-    def owes(self, arrived: float = -math.inf) -> bool:
-        """Whether a prompt has lacked memory or a place for so long that it gets what comes free
-        before a request that arrived then: one that will leave, whose peer holds memory for it
-        meanwhile, or one that came earlier."""
+        It does if it arrived before ``arrived``, or if it will leave, because then its peer holds
+        memory for it.
+        """
         before = time.monotonic() - LACKING_SECONDS
         for request in self.lacking:
             since = request.progress.lacking_since
-            waits = since is not None and since < before
-            if waits and (request.times.arrived < arrived or self._leaves(request)):
+            if since is None or since >= before:
+                continue
+            if request.times.arrived < arrived or self._admission.will_leave(request):
                 return True
         return False
 
-    def _left_of_waiting(self, request: Request, budget: int, *, look: bool) -> int:
-        """Tokens of a waiting prompt, with ``look`` those that are not cached if it is long."""
-        length = len(request.prompt)
-        if look and self._is_long(request, length, budget):
-            length -= self._memory.cached(request.sequence, reusable_tokens(request))
-        return length
+    def _admit_prompt(self, request: Request, leaves: bool) -> bool:
+        """Lock the cached prefix and get pages for the whole prompt, or change nothing.
 
-    def _admit(self, request: Request, leaves: bool) -> bool:
-        """Lock the cached prefix and secure pages for the whole prompt, or change nothing."""
+        Returns:
+            Whether the prompt runs now.
+        """
         memory, sequence = self._memory, request.sequence
-        length, reusable = len(request.prompt), reusable_tokens(request)
-        headroom = self._headroom(request)
-        missing = memory.missing(sequence, length, reusable)
+        length, reusable = len(request.prompt), count_reusable(request)
+        headroom = self._admission.count_headroom(request, self.running)
+        missing = memory.count_missing(sequence, length, reusable)
         may_reclaim = leaves and headroom < memory.num_pages
-        if missing + headroom > memory.available and not may_reclaim:
+        if missing + headroom > memory.num_available and not may_reclaim:
             return False
-        # NOTE: what is matched was available as well, if nobody else had locked it.
-        memory.match(sequence, reusable)
-        if missing + headroom > memory.available and may_reclaim:
-            self._reclaim(missing + headroom)
-        if missing + headroom > memory.available or not memory.grow(sequence, length):
-            memory.release(sequence)
+        # Matching locks pages counted as available before, so we compare again.
+        memory.match_prefix(sequence, reusable)
+        if missing + headroom > memory.num_available and may_reclaim:
+            self._admission.reclaim_pages(missing + headroom)
+        if missing + headroom > memory.num_available or not memory.grow_pages(sequence, length):
+            memory.release_pages(sequence)
             return False
-        self.waiting.admit(request)
+        self.waiting.admit_request(request)
         request.progress.lacking_since = None
         self.running.append(request)
         request.state = RequestState.RUNNING
@@ -378,8 +399,8 @@ class PrefillScheduler:
         return True
 
     def _make_choices(self, request: Request) -> None:
-        if request.resumed is not None:
-            request.progress.choices = [request.resumed]
+        if request.resumed_state is not None:
+            request.progress.choices = [request.resumed_state]
             return
         first = SamplingState(
             request.params,
@@ -388,38 +409,40 @@ class PrefillScheduler:
             self._model.vocab_size,
             make_rules=request.make_rules,
         )
-        others = [first.fork(index) for index in range(1, request.params.n)]
+        others = [first.fork_state(index) for index in range(1, request.params.n)]
         request.progress.choices = [first, *others]
 
-    def _left(self, request: Request) -> int:
-        """Tokens of a running prompt that no launched step computes."""
-        launched = request.sequence.launched
+    def _count_left(self, request: Request) -> int:
+        """Count the tokens of a running prompt not yet in a launched step."""
+        launched = request.sequence.launched_work
         done = request.sequence.num_computed if launched is None else launched.stop
         return len(request.prompt) - done
 
     @staticmethod
     def _logprobs_from(request: Request) -> int | None:
-        """First token whose log probability is wanted; None if that is over, too."""
+        """Return the first token whose log probability we need; None if we need none any more."""
         if request.times.first_token is not None:
             return None
         return request.params.prompt_logprobs_start
 
-    def _limit(self, request: Request, rows: int = MAX_LOGPROB_CHUNK) -> int:
-        """Tokens of a prompt that one step may compute, with so many rows of logits. Those before
-        the first whose logits are needed need no rows, so they are not counted."""
+    def _chunk_limit(self, request: Request, rows: int = MAX_LOGPROB_CHUNK) -> int:
+        """Return the number of prompt tokens for one step with ``rows`` of logits.
+
+        Tokens before the first needed log probability take no rows, so they do not count.
+        """
         length, start = len(request.prompt), self._logprobs_from(request)
         if start is None:
             return length
-        computed = length - self._left(request)
+        computed = length - self._count_left(request)
         return min(length, max(0, start - 1 - computed) + min(rows, MAX_LOGPROB_CHUNK))
 
-    def _chunk(self, request: Request, step: _Step) -> None:
-        """Give a prompt what the step has for it."""
+    def _add_chunk(self, request: Request, step: _Step) -> None:
+        """Add a chunk of a prompt to the step, as long as its tokens allow."""
         sequence = request.sequence
-        length, left = len(request.prompt), self._left(request)
-        wanted = min(left, self._limit(request, step.rows))
-        # Behind the launched chunk that ends a prompt nothing is left of it.
-        taken = step.take(request, wanted, to_end=0 < wanted == left)
+        length, left = len(request.prompt), self._count_left(request)
+        wanted = min(left, self._chunk_limit(request, step.rows))
+        # Nothing is left once the launched chunk ends the prompt.
+        taken = step.take_tokens(request, wanted, to_end=0 < wanted == left)
         if not taken:
             return
         start = length - left
@@ -427,27 +450,28 @@ class PrefillScheduler:
         logprobs_from = self._logprobs_from(request)
         if logprobs_from is not None:
             logprobs_from = min(logprobs_from, length)
-        # A parked request computes its prompt again but has its token 1.
+        # A parked request computes its prompt again, but already has token 1.
         ends = stop == length and not request.times.first_token
         samples = list(request.progress.choices) if ends else []
-        sequence.launched = work = Work(sequence, start, stop, samples, logprobs_from)
+        sequence.launched_work = work = Work(sequence, start, stop, samples, logprobs_from)
         if logprobs_from is not None:
             step.rows -= work.num_logits
         step.works.append(work)
 
-    def process(self, works: list[Work]) -> list[Work]:
-        """Account for a completed step; returns the works that completed a prompt."""
+    def process_step(self, works: list[Work]) -> list[Work]:
+        """Account for a completed step and return all works that ended a prompt."""
         completed = []
         for work in works:
             sequence, request = work.sequence, work.sequence.request
-            if sequence.launched is work:
-                sequence.launched = None
-            if request.state.terminal:
+            if sequence.launched_work is work:
+                sequence.launched_work = None
+            if request.state.is_terminal:
                 continue
             sequence.num_computed = work.stop
-            self._memory.cache(sequence)
+            self._memory.cache_tokens(sequence)
             request.progress.logprobs += work.prompt_logprobs
             if work.stop == len(request.prompt):
+                self._memory.lease_prompt(request)
                 self.running.remove(request)
                 completed.append(work)
         return completed

@@ -1,4 +1,4 @@
-"""Estimates how many pages running requests will still need, so that admission leaves them."""
+"""Estimates how many more pages running requests will need, so admission leaves them room."""
 
 from __future__ import annotations
 
@@ -7,37 +7,37 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pd.core.request import Sequence
+    from pd.scheduling.request import Sequence
 
 # Weight of the newest finished output in the running mean.
 _ADAPTATION = 0.1
 
 
 class DecodeReserve:
-    """Expects each sequence to grow like those that finished, up to a limit.
+    """Expects each sequence to grow like the finished ones, up to a limit.
 
-    A fixed reserve is either too small (everything is retracted) or halves the batch. This one
-    starts at the limit, follows the mean length of finished outputs down, and doubles when a
-    retraction shows that it was too small.
+    A fixed reserve either is too small, so we retract everything, or halves the batch. This one
+    starts at the limit and follows the mean length of finished outputs. It doubles after each
+    retraction, because it was too small then.
 
     Args:
-        limit: tokens to reserve for one sequence at most (``--reserved-decode-tokens``).
+        limit: maximum tokens to reserve for one sequence (``--reserved-decode-tokens``).
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self.expected = float(limit)
 
-    def finished(self, output_tokens: int) -> None:
-        """Note that a sequence ended with this many output tokens."""
+    def note_finished(self, output_tokens: int) -> None:
+        """Note the number of output tokens of a finished sequence."""
         self.expected += _ADAPTATION * (min(output_tokens, self._limit) - self.expected)
 
-    def retracted(self) -> None:
-        """Note that memory ran out."""
+    def note_retracted(self) -> None:
+        """Note a retraction, which means memory ran out."""
         self.expected = min(self._limit, max(1.0, 2 * self.expected))
 
-    def growth(self, sequences: Iterable[Sequence], page_size: int) -> int:
-        """Pages that the sequences are expected to take still."""
+    def count_growth(self, sequences: Iterable[Sequence], page_size: int) -> int:
+        """Count the pages we expect the sequences to take in addition."""
         pages = 0
         for sequence in sequences:
             goal = min(sequence.request.params.max_tokens, self.expected)

@@ -1,4 +1,4 @@
-"""Sampling state of requests that other nodes began."""
+"""Restores the sampling state of requests started by other nodes."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from pd.core.errors import InvalidRequestError
 from pd.engine.sampling_state import SamplingState
 
 if TYPE_CHECKING:
-    from pd.core.request import Request
+    from pd.scheduling.request import Request
 
 
 def restore_sampling(request: Request, eos_token_ids: tuple[int, ...], vocab_size: int) -> None:
-    """Give a resumed request the sampling state that it had after its output so far: position of
-    the noise, counts of the penalties, minimum length and state of the grammar follow from the
-    tokens. Others are left as they are.
+    """Restore the sampling state of a resumed request after its output so far.
+
+    Position of the noise, counts of penalties, minimum length and the state of the grammar all
+    follow from the tokens. Requests without output stay as they are.
 
     Raises:
-        InvalidRequestError: the output so far is complete, or the grammar takes too long for it.
-        NodeFailedError: the grammar forbids it.
+        InvalidRequestError: the output so far is complete.
+        NodeFailedError: the grammar forbids the output so far.
+        UnavailableError: the grammar takes too long for the output so far.
     """
     if not request.num_produced:
         return
@@ -30,10 +32,11 @@ def restore_sampling(request: Request, eos_token_ids: tuple[int, ...], vocab_siz
         make_rules=request.make_rules,
     )
     for token in request.prompt[-request.num_produced :].tolist():
-        finish = state.observe(token)
+        finish = state.observe_token(token)
         if finish is not None:
             raise InvalidRequestError(
                 f"the output so far has ended ({finish.type}) after {state.num_output_tokens} of "
                 f"{request.num_produced} tokens; there is nothing to resume"
             )
-    request.resumed = state
+    state.follow_rules()
+    request.resumed_state = state

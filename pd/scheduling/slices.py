@@ -1,4 +1,4 @@
-"""Number of prompt tokens that a step computes beside answers, so that these keep their pace."""
+"""Chooses how many prompt tokens a step computes, so answers in the same step keep their pace."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Without an objective, answers may take so many times as long as a step of a common batch: streams
-# stay several times faster than anybody reads, and most of a step is left for prompts.
+# Without an objective, a token may take this many times as long as a step of a common batch.
+# Streams stay several times faster than anybody reads, and prompts get most of a step.
 _DEFAULT_FACTOR = 3.0
 _COMMON_STREAMS, _COMMON_CONTEXT = 32, 2048
-# Where an answer may come that nothing is known of yet, a step takes so many times the objective.
+# If an answer may arrive at any moment, a step may take this many times the objective.
 _AWAITING_FACTOR = 2.0
-# Token 2 of an answer that comes from another node waits for the step under way, and then for one
-# of its own: these take so much of the objective each.
+# Token 2 of an answer from another node waits for the launched step and then for its own. Each of
+# them may take this share of the objective.
 _JOINING_SHARE = 0.5
-# After so many such short steps in a row, one is as long as others, so that prompts get on where
-# answers come all the time.
+# After this many short steps in a row one has the usual length, because otherwise prompts would
+# starve while answers keep arriving.
 _MOST_SHORTENED = 4
-# Seconds by which an answer may come earlier or later than predicted.
+# Seconds by which an answer may arrive earlier or later than predicted.
 _EARLY_SECONDS, LATE_SECONDS = 0.015, 0.03
 
 
@@ -32,43 +32,43 @@ class PromptSlices:
     """Chooses the budget of prompt tokens of each step. The caller holds the node's lock.
 
     Args:
-        most: tokens of a step (``--chunked-prefill-size``).
-        pool_tokens: tokens that the pool holds.
+        most: maximum tokens of a step (``--chunked-prefill-size``).
+        pool_tokens: capacity of the pool in tokens.
 
     Attributes:
-        wanted: seconds between tokens that a proxy asked for; 0 if none did.
+        wanted_itl: objective of the proxies for the seconds between tokens; 0 if there is none.
     """
 
     def __init__(self, costs: CostModel, most: int, pool_tokens: int) -> None:
         self._costs, self._most = costs, most
         context = min(_COMMON_STREAMS * _COMMON_CONTEXT, pool_tokens)
         common = StepShape(streams=_COMMON_STREAMS, context=context)
-        # NOTE: of the speeds measured at the start, so that it does not follow the load.
-        self._default = max(1e-4, _DEFAULT_FACTOR * costs.cost.seconds(common))
-        self.wanted = 0.0
+        # From the speeds at the start, so it does not follow the load.
+        self._default = max(1e-4, _DEFAULT_FACTOR * costs.cost.predict_seconds(common))
+        self.wanted_itl = 0.0
         self._shortened = 0
         logger.info("without an objective, answers keep %.1f ms a token", 1e3 * self._default)
 
     @property
     def itl(self) -> float:
-        """Seconds between tokens of an answer that a step with prompt tokens keeps."""
-        return self.wanted or self._default
+        """Seconds between tokens of an answer, respected by steps with prompt tokens."""
+        return self.wanted_itl or self._default
 
     @property
     def horizon(self) -> float:
-        """Seconds within which an answer has to be expected to matter for the next step."""
+        """Seconds from now within which an expected answer matters for the next step."""
         return _AWAITING_FACTOR * self.itl + _EARLY_SECONDS
 
     @property
-    def next_step(self) -> float:
-        """Seconds from now within which an answer would come during the next step."""
+    def next_step_horizon(self) -> float:
+        """Seconds from now within which an answer would arrive during the next step."""
         return self.itl + _EARLY_SECONDS
 
-    def usual(self, decoding: StepShape, start: int, queued: int | None) -> int:
-        """Prompt tokens of steps beside these answers. For the arguments see :meth:`tokens`."""
+    def usual_tokens(self, decoding: StepShape, start: int, queued: int | None) -> int:
+        """Return the prompt tokens of an ordinary step; see :meth:`choose_tokens`."""
         return slice_tokens(self._costs.cost, self.itl, decoding, start, self._most, queued)
 
-    def tokens(
+    def choose_tokens(
         self,
         decoding: StepShape,
         start: int = 0,
@@ -77,23 +77,24 @@ class PromptSlices:
         awaits: bool = False,
         joins: bool = False,
     ) -> int:
-        """Prompt tokens of the next step.
+        """Choose the number of prompt tokens of the next step.
 
         Args:
-            decoding: the answers that it continues.
+            decoding: shape of the answers in the step.
             start: position of the first prompt token.
             queued: see :func:`slice_tokens`.
-            awaits: whether answers may come from other nodes at any moment.
-            joins: whether an answer is expected in this step, or continues here for the first time.
+            awaits: whether answers may arrive from other nodes at any moment.
+            joins: whether we expect an answer during this step, or one continues here for the first
+                time.
         """
         cost, least = self._costs.cost, min(LEAST_SLICE, self._most)
-        usual = self.usual(decoding, start, queued)
+        usual = self.usual_tokens(decoding, start, queued)
         if joins and self._shortened < _MOST_SHORTENED:
             self._shortened += 1
-            shorter = cost.largest_chunk(_JOINING_SHARE * self.itl, start, decoding, usual)
+            shorter = cost.find_largest_chunk(_JOINING_SHARE * self.itl, start, decoding, usual)
             return max(least, shorter)
         self._shortened = 0
         if awaits and not decoding.streams:
             limit = _AWAITING_FACTOR * self.itl
-            return max(least, cost.largest_chunk(limit, start, decoding, self._most))
+            return max(least, cost.find_largest_chunk(limit, start, decoding, self._most))
         return usual

@@ -1,4 +1,4 @@
-"""Interfaces of the sending and the receiving end of hand-offs, as a node uses them."""
+"""Interfaces between a node and the two ends of its hand-offs."""
 
 from __future__ import annotations
 
@@ -12,34 +12,40 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from pd.core.node_info import NodeInfo
-    from pd.core.request import Request, RequestState, Sequence
     from pd.scheduling.handlers import Handlers
+    from pd.scheduling.peer_table import PeerTable
+    from pd.scheduling.request import Request, RequestState, Sequence
     from pd.scheduling.step import Work
 
     IntArray = npt.NDArray[np.int32]
 
 
 class TransferEnd(ABC):
-    """One end of the hand-offs of a node, with its peers.
+    """One end of a node's hand-offs, and its peers.
 
-    The caller holds the node's lock, but for :meth:`close`. No method waits for a peer.
+    The caller holds the node's lock, except for :meth:`close`. No method waits for a peer.
+
+    Attributes:
+        peers: the nodes with which this end exchanges KV.
     """
 
+    peers: PeerTable
+
     @abstractmethod
-    def register(self, handlers: Handlers) -> None:
-        """Register the handlers of messages from peers."""
+    def register_handlers(self, handlers: Handlers) -> None:
+        """Register handlers for messages from peers."""
 
     # ---- a request
 
     @abstractmethod
-    def accept(self, request: Request) -> None:
-        """Take a new request that this end sends or receives the KV of. May end it."""
+    def accept_request(self, request: Request) -> None:
+        """Accept a new request whose KV this end sends or receives. May end the request."""
 
     @abstractmethod
-    def ended(self, request: Request, before: RequestState) -> None:
-        """Take a terminal request out of this end's queues, tell the peer and stop the transfer.
-        Ends and starts nothing else.
+    def end_hand_off(self, request: Request, before: RequestState) -> None:
+        """Remove an ended request from the queues, tell the peer and stop the transfer.
+
+        This must not end another request or start anything.
 
         Args:
             before: the state in which the request ended.
@@ -47,144 +53,157 @@ class TransferEnd(ABC):
 
     @abstractmethod
     def may_release(self, request: Request) -> bool:
-        """Whether no transfer reads or writes the pages of an ended request any more."""
+        """Return whether no transfer uses the pages of an ended request any more."""
 
     @abstractmethod
-    def released(self, request: Request) -> None:
-        """The pages of an ended request's sequences were released; release what else it holds."""
+    def finish_release(self, request: Request) -> None:
+        """Release everything else held by an ended request, once its pages are released."""
 
     # ---- time
 
     @abstractmethod
-    def poll(self) -> bool:
-        """Move transfers along; True while one is about to complete."""
+    def poll_transfers(self) -> bool:
+        """Advance transfers. Return True while one is about to complete."""
 
     @abstractmethod
-    def heartbeat(self) -> None:
-        """Tell peers that this node lives; called every ``HEARTBEAT_INTERVAL``."""
+    def send_heartbeats(self) -> None:
+        """Tell peers that this node is alive. Call this every ``HEARTBEAT_INTERVAL``."""
 
     @abstractmethod
-    def sweep(self, now: float) -> None:
-        """Drop peers, and end requests, that were waited for longer than a lease."""
+    def drop_expired(self, now: float) -> None:
+        """Drop peers and fail requests after waiting for longer than a lease."""
 
     # ---- peers
 
     @abstractmethod
     def drop_peer(self, instance: str, why: str) -> bool:
-        """Forget a peer, if it is known: requests that depend on it fail, everything else goes on.
-        Returns whether it was known."""
+        """Forget a peer and fail the requests that depend on it.
 
-    @abstractmethod
-    def peers(self) -> list[NodeInfo]:
-        """The nodes that this end exchanges KV with at present."""
+        Returns:
+            Whether the peer was known.
+        """
 
     @abstractmethod
     def backend_of(self, instance: str) -> str:
-        """Name of the backend by which the KV of a peer travels."""
+        """Return the name of the backend that carries a peer's KV."""
 
     # ---- administration
 
     @abstractmethod
-    def queued(self) -> Iterator[Sequence]:
-        """The sequences in this end's queues, one for each place in one."""
+    def iter_queued(self) -> Iterator[Sequence]:
+        """Iterate over one sequence for each place in this end's queues."""
 
     @abstractmethod
-    def queues(self) -> dict[str, int]:
-        """Requests by queue, as ``/server_info`` shows them."""
+    def count_queues(self) -> dict[str, int]:
+        """Count requests by queue for ``/server_info``."""
 
     def quarantined_pages(self) -> Iterable[IntArray]:
-        """Arrays of pages that wait for a peer's drain."""
+        """Iterate over arrays of pages waiting until a peer has drained."""
         return ()
 
     @abstractmethod
     def close(self) -> None:
-        """Stop threads of this end. May be called by any thread, without the lock."""
+        """Stop the threads of this end. Any thread may call this, without the lock."""
 
 
 class PromptSender(TransferEnd):
-    """Sends the KV of prompts that are computed here."""
+    """Sends the KV of prompts computed on this node."""
 
     @abstractmethod
-    def open(self, request: Request) -> None:
-        """A chunk of the prompt is planned: begin to send, if the peer has reserved and nothing was
-        begun yet. May end the request."""
+    def will_leave(self, request: Request) -> bool:
+        """Return whether a prompt, once computed, needs no memory of another node."""
+
+    @abstractmethod
+    def start_sending(self, request: Request) -> None:
+        """Start to send a prompt with a planned chunk, if the peer has reserved memory.
+
+        May end the request.
+        """
 
     @abstractmethod
     def tell_expected(self, request: Request, seconds: float) -> None:
-        """Tell the peer that the prompt is predicted to be computed in so many seconds, if the
-        peer has reserved."""
+        """Tell a peer that has reserved memory in how many seconds we expect to be done."""
 
     @abstractmethod
-    def layer_sender(self, works: list[Work]) -> Callable[[int, int], None] | None:
-        """A function to be called during a step, with ``[first, stop)``, when the KV of these
-        layers is in the pool or queued on the current stream; None if no work is to be sent. The
-        function acquires the node's lock."""
+    def make_layer_sender(self, works: list[Work]) -> Callable[[int, int], None] | None:
+        """Make a function for sending layers of KV during a step, or None if there is nothing to
+        send.
+
+        Call the function with ``first`` and ``stop`` when the KV of layers ``[first, stop)`` is in
+        the pool or queued on the current stream. It acquires the node's lock.
+        """
 
     @abstractmethod
-    def chunk_computed(self, work: Work) -> None:
-        """A chunk that is not the last one of its prompt was computed. May end the request."""
+    def on_chunk_computed(self, work: Work) -> None:
+        """Handle a computed chunk in the middle of its prompt. May end the request."""
 
     @abstractmethod
-    def prompt_computed(self, request: Request) -> None:
-        """The whole prompt was computed and token 1 of each choice is known. May end the
-        request."""
+    def on_prompt_computed(self, request: Request) -> None:
+        """Handle a computed prompt whose first tokens are known. May end the request."""
 
     @abstractmethod
-    def park(self, pages: int) -> None:
-        """Free pages of computed prompts for which no peer has memory yet, until so many are
-        available, or as many as there are."""
+    def park_prompts(self, pages: int) -> None:
+        """Free pages of computed prompts for which no peer has memory yet.
+
+        Stop when ``pages`` pages are available.
+        """
 
     @abstractmethod
-    def give_back(self) -> None:
-        """Give reservations of prompts that are not begun back to peers, which may be waiting for
-        that memory as this node waits for its own. Of two nodes that wait for each other one does
-        so."""
+    def return_reservations(self) -> None:
+        """Return reservations of unstarted prompts to their peers.
+
+        Two nodes may wait for each other's memory. One of them has to give in.
+        """
 
 
 class PromptReceiver(TransferEnd):
-    """Receives the KV of prompts that are decoded here."""
+    """Receives the KV of prompts that this node decodes."""
 
     @abstractmethod
-    def note_message(self, instance: str) -> None:
-        """A message of a peer came, before it is handled."""
+    def reserve_waiting(self) -> None:
+        """Reserve pages for waiting requests, as far as memory and peers allow."""
 
     @abstractmethod
-    def pump(self) -> None:
-        """Let waiting requests go on as far as memory and peers allow."""
+    def owes_memory(self, arrived: float) -> bool:
+        """Return whether an earlier request has lacked memory for long.
+
+        It gets the next free pages before a request arriving at ``arrived``.
+        """
 
     @abstractmethod
-    def owes(self, arrived: float) -> bool:
-        """Whether a request has lacked memory for so long that it gets what comes free before one
-        that arrived then, since it came earlier."""
-
-    @property
-    @abstractmethod
-    def awaits(self) -> bool:
-        """Whether there is a request whose KV will come."""
+    def reserved_sequences(self) -> list[Sequence]:
+        """Return the sequences with pages for KV on its way to this node."""
 
     @property
     @abstractmethod
-    def stalled(self) -> bool:
-        """Whether there are such requests, and no peer has said that it computes one of them."""
+    def awaits_kv(self) -> bool:
+        """Whether KV of a request is on its way."""
+
+    @property
+    @abstractmethod
+    def is_stalled(self) -> bool:
+        """Whether KV is on its way, and no peer has started to compute any of it."""
 
     @abstractmethod
-    def expected(self, seconds: float, late: float = math.inf) -> Iterator[Request]:
-        """Requests whose prompts are predicted to be computed within ``seconds`` from now on, or
-        were so ``late`` seconds ago at most."""
+    def iter_expected(self, seconds: float, late: float = math.inf) -> Iterator[Request]:
+        """Iterate over requests whose prompts should be computed within ``seconds``.
+
+        This includes prompts up to ``late`` seconds late.
+        """
 
     @property
     @abstractmethod
     def queued_tokens(self) -> int:
-        """Prompt tokens of requests that wait for memory or their peer."""
+        """Number of prompt tokens of requests waiting for memory or their peer."""
 
     @abstractmethod
-    def meet(self, peers: Mapping[str, str]) -> None:
-        """Connect to nodes whose requests may come here, ahead of need.
+    def connect_peers(self, peers: Mapping[str, str]) -> None:
+        """Connect to nodes before a request needs them.
 
         Args:
-            peers: by instance id, the URL of the node's registry.
+            peers: URL of each node's registry by instance id.
         """
 
     @abstractmethod
-    def linked(self) -> list[str]:
-        """Peers from which the first request would find its connections made."""
+    def list_linked_peers(self) -> list[str]:
+        """List the peers whose first request would find its connections ready."""

@@ -1,1 +1,1 @@
-"""Speculative decoding: cheap drafts of the next tokens, which the model verifies in one step."""
+"""Speculative decoding: cheap drafts of the next tokens, verified by the model in one step."""

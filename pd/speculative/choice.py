@@ -1,4 +1,4 @@
-"""Makes the drafter that ``--speculative-algorithm`` names."""
+"""Makes the drafter named by ``--speculative-algorithm``."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 
 
 def load_draft_model(config: NodeConfig) -> DraftModel | None:
-    """Load the model that drafts, before the KV cache takes the memory that is left; None if none
-    does.
+    """Load the draft model, before the KV cache takes the rest of the memory.
+
+    Returns:
+        None if the node does not draft with a model.
 
     Raises:
-        UsageError: its vocabulary is not that of the model, or it cannot be loaded.
+        UsageError: the draft model has another vocabulary, or we cannot load it.
     """
     if config.speculative_algorithm != "draft" or not config.decodes:
         return None
@@ -34,16 +36,19 @@ def load_draft_model(config: NodeConfig) -> DraftModel | None:
 def make_drafter(
     config: NodeConfig, engine: Engine, draft_model: DraftModel | None
 ) -> Drafter | None:
-    """Make the drafter; None without one, and on a node that does not decode. But an EAGLE head is
-    there, too, for what it needs of prompts."""
+    """Make the drafter, or return None without speculation.
+
+    A node that does not decode only has an EAGLE drafter, because an EAGLE head needs states of the
+    prompt.
+    """
     if config.speculative_algorithm == "eagle":
-        return _eagle_drafter(config, engine)
+        return _make_eagle_drafter(config, engine)
     if config.speculative_algorithm == "none" or not config.decodes:
         return None
     if draft_model is not None:
         from pd.speculative.draft_model import ModelDrafter
 
-        return ModelDrafter(draft_model.runner(engine.pool.num_pages), engine.sampler)
+        return ModelDrafter(draft_model.make_runner(engine.pool.num_pages), engine.sampler)
     assert config.speculative_algorithm == "ngram", config.speculative_algorithm
     from pd.speculative.ngram import NgramDrafter
     from pd.speculative.ngram_cache import NgramCache
@@ -52,12 +57,12 @@ def make_drafter(
     return NgramDrafter(engine.pool.device, cache)
 
 
-def draft_shape(config: NodeConfig) -> DraftShape:
-    """The shape of the largest draft."""
+def choose_shape(config: NodeConfig) -> DraftShape:
+    """Return the shape of the largest draft."""
     from pd.speculative.shape import DraftShape
 
     topk = config.speculative_topk if config.speculative_algorithm == "eagle" else 1
-    return DraftShape.best(config.speculative_num_draft_tokens, topk)
+    return DraftShape.build_best(config.speculative_num_draft_tokens, topk)
 
 
 def describe_drafter(config: NodeConfig, engine: Engine) -> str:
@@ -66,23 +71,23 @@ def describe_drafter(config: NodeConfig, engine: Engine) -> str:
     if eagle is None or path is None:
         return ""
     head = eagle.head.config
-    fingerprint = head.fingerprint(path, config.load_format, config.seed)
+    fingerprint = head.compute_fingerprint(path, config.load_format, config.seed)
     widths = f"{head.num_kv_heads} KV heads of {head.head_dim}, states of {head.hidden_size}"
     return f"{head.algorithm} {fingerprint} ({widths}, {engine.layout.planes[0].dtype})"
 
 
-def _eagle_drafter(config: NodeConfig, engine: Engine) -> EagleDrafter:
+def _make_eagle_drafter(config: NodeConfig, engine: Engine) -> EagleDrafter:
     from pd.engine.cuda_graphs import GraphRecorder
-    from pd.engine.step_graphs import MAX_VERIFIED, default_sizes
+    from pd.engine.step_graphs import MAX_VERIFIED, choose_decode_sizes
     from pd.speculative.eagle import EagleDrafter
 
     writer = engine.runner.eagle
     assert writer is not None, "the engine loads the head"
     device, graphs = writer.carried.device, engine.runner.graphs
-    attention = _draft_attention(config, writer)
-    # A CUDA graph does not see the plans of the plain backend.
+    attention = _choose_draft_attention(config, writer)
+    # The plain backend plans on the host, so a CUDA graph would miss its plans.
     captured = graphs is not None and attention.name != "torch"
-    shape = draft_shape(config)
+    shape = choose_shape(config)
     rows = (max(graphs.sizes) if graphs is not None else 0) * shape.width
     return EagleDrafter(
         writer,
@@ -90,13 +95,13 @@ def _eagle_drafter(config: NodeConfig, engine: Engine) -> EagleDrafter:
         shape,
         engine.runner.move_tokens,
         max_context=engine.context_length,
-        sizes=default_sizes(min(rows, MAX_VERIFIED)) if captured else (),
+        sizes=choose_decode_sizes(min(rows, MAX_VERIFIED)) if captured else (),
         recorder=GraphRecorder(device) if captured else None,
     )
 
 
-def _draft_attention(config: NodeConfig, writer: EagleWriter) -> AttentionBackend:
-    """The node's attention backend over the head's KV, or else one that can draft."""
+def _choose_draft_attention(config: NodeConfig, writer: EagleWriter) -> AttentionBackend:
+    """Make the node's attention backend over the head's KV, or one that can draft."""
     from pd.kernels.attention import find_attention_backend
 
     head, device = writer.head.config, writer.carried.device
@@ -105,18 +110,18 @@ def _draft_attention(config: NodeConfig, writer: EagleWriter) -> AttentionBacken
             break
         kind = find_attention_backend(name, device, writer.carried.dtype, head.head_dim)
         backend = kind(writer.kv, head.num_heads)
-        if backend.draft_graph(1, 2) is not None:
+        if backend.make_draft_graph(1, 2) is not None:
             return backend
     kind = find_attention_backend("torch", device, writer.carried.dtype, head.head_dim)
     return kind(writer.kv, head.num_heads)
 
 
-def draft_lengths(config: NodeConfig, engine: Engine, drafter: Drafter | None) -> DraftLengths:
-    """Measure steps, if draft lengths are to follow their cost."""
+def make_draft_lengths(config: NodeConfig, engine: Engine, drafter: Drafter | None) -> DraftLengths:
+    """Make the chooser of draft lengths. If lengths adapt, we measure the cost of steps here."""
     from pd.speculative.adaptation import DraftLengths
     from pd.speculative.costs import measure_costs
 
-    shape = draft_shape(config)
+    shape = choose_shape(config)
     if drafter is None or not config.decodes or config.speculative_adaptive == "off":
         return DraftLengths(None, shape)
     return DraftLengths(measure_costs(engine, drafter, config, shape), shape)

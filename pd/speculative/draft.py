@@ -1,4 +1,4 @@
-"""Drafted tokens, which stay on the device until the step that verifies them is complete."""
+"""Drafted tokens. They stay on the device until their verification step is complete."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from pd.engine.device_copy import to_device
-from pd.engine.draft_tree import chain
+from pd.engine.draft_tree import make_chain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class DraftedTokens:
-    """Tokens that were drafted together, those of one draft after those of another.
+    """Tokens drafted together, one draft after the other.
 
     Attributes:
         tokens: int64 ``[n]`` on the device.
@@ -30,7 +30,7 @@ class DraftedTokens:
     """
 
     def __init__(self, tokens: torch.Tensor, host: IntArray | None = None) -> None:
-        """Everything that drafts ``tokens`` was queued on the current stream."""
+        """Take tokens whose drafting is queued on the current stream."""
         self.tokens = tokens
         self.host = host
         self._drafted: torch.cuda.Event | None = None
@@ -40,7 +40,7 @@ class DraftedTokens:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the device is done with drafting them; any thread."""
+        """Whether the device has drafted them. Any thread may ask."""
         return self._drafted is None or self._drafted.query()
 
     def wait(self) -> None:
@@ -51,18 +51,18 @@ class DraftedTokens:
 
 @dataclass(eq=False, slots=True)
 class Draft:
-    """Guesses of how one sequence goes on. Guesses that follow the same token differ.
+    """Guesses of the next tokens of one sequence. Guesses after the same token differ.
 
     Attributes:
         batch: holds the guessed tokens.
-        first: index of the first of them in ``batch``.
-        stale: it is known not to go on from the sequence's last token.
+        first: index of the first guess in ``batch``.
+        is_stale: whether it does not continue from the sequence's last token.
     """
 
     batch: DraftedTokens
     first: int
     tree: DraftTree
-    stale: bool = False
+    is_stale: bool = False
 
     @property
     def size(self) -> int:
@@ -75,33 +75,33 @@ class Draft:
         assert self.batch.host is not None, "the step is not complete"
         return self.batch.host[self.first : self.first + self.size]
 
-    def first_tokens(self, count: int) -> Draft | None:
-        """The draft without the guesses after the first ``count``; None if none is left."""
+    def take_first(self, count: int) -> Draft | None:
+        """Return the draft with only its first ``count`` guesses, or None if none is left."""
         if count >= self.size:
             return self
-        return Draft(self.batch, self.first, self.tree.first(count)) if count > 0 else None
+        return Draft(self.batch, self.first, self.tree.take_first(count)) if count > 0 else None
 
-    def path(self, sampled: Sequence[int]) -> list[int]:
-        """The indices of the guesses that are right, each following the one before it.
+    def find_accepted(self, sampled: Sequence[int]) -> list[int]:
+        """Find the indices of the right guesses, each following the one before it.
 
         Args:
             sampled: the model's own token after the root and after each guess.
         """
-        found, last = list[int](), -1
+        accepted, last = list[int](), -1
         guesses = zip(self.tree.parents.tolist(), self.tokens.tolist(), strict=True)
         for index, (parent, token) in enumerate(guesses):
             if parent == last and token == sampled[last + 1]:
-                found.append(index)
+                accepted.append(index)
                 last = index
-        return found
+        return accepted
 
 
 def upload_chains(chains: Sequence[IntArray], device: torch.device) -> list[Draft | None]:
-    """Make drafts of chains of tokens on the host, int32; None of empty ones."""
+    """Make drafts from int32 chains of tokens on the host, and None from empty ones."""
     tokens = np.concatenate([*chains, np.empty(0, np.int32)]).astype(np.int32)
     batch = DraftedTokens(to_device(tokens, torch.int64, device), tokens)
     ends = np.cumsum([len(each) for each in chains])
     return [
-        Draft(batch, int(end) - len(each), chain(len(each))) if len(each) else None
+        Draft(batch, int(end) - len(each), make_chain(len(each))) if len(each) else None
         for each, end in zip(chains, ends, strict=True)
     ]

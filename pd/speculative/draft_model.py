@@ -1,8 +1,8 @@
-"""Drafts by a smaller model that samples as the model itself does.
+"""Drafts with a smaller model, which samples like the model itself.
 
-The idea is speculative sampling (Leviathan et al., 2023; Chen et al., 2023). The noise of a
-position is that of the model, so that both draw the same token where they give it about the same
-probability, at any temperature.
+The idea is speculative sampling (Leviathan et al., 2023; Chen et al., 2023). Both models use the
+same noise at a position. They therefore draw the same token, at any temperature, if they give it
+about the same probability.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from pd.engine.device_copy import to_device
-from pd.engine.draft_tree import chain
-from pd.engine.model_runner import ForwardItem
+from pd.engine.draft_tree import make_chain
+from pd.engine.forward_item import ForwardItem
 from pd.engine.page_allocator import PageAllocator, PageState
 from pd.engine.sampling_state import Draw
 from pd.speculative.draft import Draft, DraftedTokens
@@ -27,16 +27,14 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from pd.core.request import Sequence as TokenSequence
     from pd.engine.model_runner import ModelRunner
     from pd.engine.sampler import Sampler
     from pd.engine.sampling_state import SamplingState
-    from pd.speculative.drafter import DraftedWork, DraftRequest
+    from pd.speculative.drafter import DraftedWork, DraftRequest, TokenSequence
 
     IntArray = npt.NDArray[np.int32]
 
-# Tokens of prompts that are computed beside a step that computes fewer: running sequences wait for
-# them.
+# Maximum prompt tokens to compute next to a step with fewer, because running sequences wait.
 CATCH_UP_TOKENS = 1024
 
 _NOTHING: IntArray = np.empty(0, dtype=np.int32)
@@ -48,26 +46,26 @@ class _Memory:
 
     Attributes:
         pages: page table, int32.
-        num_tokens: leading tokens of the sequence whose KV is there.
-        guessed: the last draft after these. The KV of all its tokens but the last is there as well,
-            and valid for those that were accepted.
+        num_tokens: number of leading tokens of the sequence with KV.
+        guessed: the last draft after these tokens. All its tokens except the last have KV, too. It
+            is valid for the accepted ones.
     """
 
     pages: IntArray = field(default_factory=lambda: _NOTHING)
     num_tokens: int = 0
     guessed: Draft | None = None
 
-    def missing(self, ids: IntArray, stop: int, num_logits: int) -> _Missing:
-        """Make what computes the tokens up to ``stop``, for which there are pages."""
+    def make_missing(self, ids: IntArray, stop: int, num_logits: int) -> _Missing:
+        """Make the item for computing the tokens up to ``stop``. There must be pages for them."""
         start = self.num_tokens
         return _Missing(self, ForwardItem(ids[start:stop], start, self.pages, num_logits))
 
-    def settle(self, ids: IntArray) -> None:
-        """Count the guessed tokens that were accepted as tokens with KV.
+    def settle_guesses(self, ids: IntArray) -> None:
+        """Count the accepted guesses as tokens with KV.
 
-        The sequence's last token is not counted: the next pass computes it for its logits.
+        We do not count the last token, because the next pass computes it for its logits.
         """
-        # NOTE: the host does not have the tokens of a draft whose step failed.
+        # If the step of a draft failed, the host does not have its tokens.
         if self.guessed is not None and self.guessed.batch.host is not None:
             guessed = self.guessed.tokens[:-1]
             true = ids[self.num_tokens : -1][: len(guessed)]
@@ -77,7 +75,7 @@ class _Memory:
 
 
 class _Missing(NamedTuple):
-    """Known tokens of a sequence whose KV is missing, and the item that computes it."""
+    """Known tokens of a sequence without KV, and the item for computing them."""
 
     memory: _Memory
     item: ForwardItem
@@ -85,12 +83,12 @@ class _Missing(NamedTuple):
 
 @dataclass(slots=True)
 class _Drafting:
-    """A draft while it is made, on the device.
+    """A draft in the making.
 
     Attributes:
-        request: index of its request among those of the step.
-        first: where its tokens lie among those of the step's drafts: one after another.
-        choice: sampling state that draws its tokens.
+        request: index of its request in the step.
+        first: index of its first token among all drafted tokens of the step.
+        choice: sampling state for its tokens.
     """
 
     request: int
@@ -100,23 +98,21 @@ class _Drafting:
     first: int = 0
 
     def next_item(self, drawn: int) -> ForwardItem:
-        """Make the item that computes the last of ``drawn`` tokens, after which the next one is
-        drawn."""
+        """Make the item for computing the last of ``drawn`` tokens, to draw the next one."""
         last = np.array([-1 - (self.first + drawn - 1)], np.int32)
         return ForwardItem(last, self.memory.num_tokens + drawn - 1, self.memory.pages)
 
 
 class ModelDrafter(Drafter):
-    """Keeps KV of all running sequences in pages of its own, so that pages of the node's pool,
-    which sequences share, never depend on a drafter.
+    """Drafts with a model of its own, whose KV it keeps in pages of its own.
 
-    The draft model computes a prompt's KV beside the steps of other sequences, while the node waits
-    for the KV of its own model. A sequence whose prompt is not computed yet, or for which there is
-    no page, gets no draft.
+    Sequences share pages of the node's pool, so these must not depend on a drafter. The draft model
+    computes prompts next to the steps of other sequences, while the node waits for its own model's
+    KV. A sequence gets no draft until its prompt is computed, or if there are no pages.
 
     Args:
-        runner: model runner of the draft model, which nothing else uses.
-        sampler: the node's, which knows what the penalties of each choice count.
+        runner: model runner of the draft model. Nothing else uses it.
+        sampler: the node's sampler, because it counts the penalties of each choice.
     """
 
     def __init__(self, runner: ModelRunner, sampler: Sampler) -> None:
@@ -126,55 +122,58 @@ class ModelDrafter(Drafter):
         self._sampler = sampler
         self._allocator = PageAllocator(runner.pool.num_pages)
         self._memories: dict[TokenSequence, _Memory] = {}
-        # Sequences that will decode here, in the order in which they came.
+        # Sequences that will decode here, in order of arrival.
         self._expected: dict[TokenSequence, None] = {}
         # Calls of other threads: a sequence, and whether it is expected (True) or forgotten.
         self._changes: queue.SimpleQueue[tuple[TokenSequence, bool]] = queue.SimpleQueue()
-        # Those of the last changes that were forgotten.
+        # Sequences forgotten by the last changes.
         self._forgotten: set[TokenSequence] = set()
 
-    def expect(self, sequence: TokenSequence) -> None:
+    def expect_sequence(self, sequence: TokenSequence) -> None:
         """See :class:`pd.speculative.drafter.Drafter`."""
         self._changes.put((sequence, True))
 
-    def forget(self, sequence: TokenSequence) -> None:
+    def forget_sequence(self, sequence: TokenSequence) -> None:
         """See :class:`pd.speculative.drafter.Drafter`."""
         self._changes.put((sequence, False))
 
-    def begin(self, works: Sequence[DraftedWork]) -> None:
+    def begin_step(self, works: Sequence[DraftedWork]) -> None:
         """See :class:`pd.speculative.drafter.Drafter`."""
-        # NOTE: not only where something is drafted, which may not pay for a long time.
+        # For every step, because drafting may not pay for a long time.
         self._apply_changes()
 
     def catch_up(self) -> bool:
         """See :class:`pd.speculative.drafter.Drafter`."""
         self._apply_changes()
-        missing = self._catch_up_missing(CATCH_UP_TOKENS)
+        missing = self._plan_catch_up(CATCH_UP_TOKENS)
         if missing:
-            self._compute(missing)
+            self._compute_missing(missing)
         return bool(missing)
 
-    def draft(self, requests: Sequence[DraftRequest], prompt_tokens: int) -> list[Draft | None]:
+    def draft_tokens(
+        self, requests: Sequence[DraftRequest], prompt_tokens: int
+    ) -> list[Draft | None]:
         """See :class:`pd.speculative.drafter.Drafter`."""
-        missing, drafted = self._begin(requests, max(CATCH_UP_TOKENS, prompt_tokens))
+        missing, drafted = self._plan_first_pass(requests, max(CATCH_UP_TOKENS, prompt_tokens))
         drafts = list[Draft | None]([None] * len(requests))
         if not missing:
             return drafts
-        logits = self._compute(missing)
+        logits = self._compute_missing(missing)
         if not drafted:
             return drafts
         batch = DraftedTokens(self._draw_chains(logits, drafted))
         for each in drafted:
-            draft = Draft(batch, each.first, chain(each.limit))
+            draft = Draft(batch, each.first, make_chain(each.limit))
             each.memory.guessed = drafts[each.request] = draft
         return drafts
 
     def _draw_chains(self, logits: torch.Tensor, drafted: Sequence[_Drafting]) -> torch.Tensor:
-        """Draw the first token of each draft by its row of ``logits``, and compute and draw the
-        others one by one. No pass waits for the tokens of the one before to reach the host.
+        """Draw the first token of each draft from ``logits``, then compute and draw the others.
+
+        Tokens stay on the device, so no pass waits for the host.
 
         Returns:
-            int64 on the device, those of one draft after those of another.
+            int64 on the device, one draft after the other.
         """
         ends = np.cumsum([each.limit for each in drafted]).tolist()
         for each, end in zip(drafted, ends, strict=True):
@@ -190,74 +189,81 @@ class ModelDrafter(Drafter):
                 items = [each.next_item(depth) for each in drafting]
                 logits = self._runner.forward(items, previous_tokens=tokens)
             draws = [Draw(each.choice, drawn=depth, first=each.first) for each in drafting]
-            drawn, _ = self._sampler.choose(logits, self._sampler.prepare(draws, drafts=tokens))
+            drawn, _ = self._sampler.choose_tokens(
+                logits, self._sampler.prepare_draws(draws, drafts=tokens)
+            )
             tokens.index_copy_(0, to, drawn)
         return tokens
 
-    def _begin(
+    def _plan_first_pass(
         self, requests: Sequence[DraftRequest], budget: int
     ) -> tuple[list[_Missing], list[_Drafting]]:
-        """Find what the first forward pass computes: all known tokens whose KV is missing,
-        ``budget`` at most. Returns them and the drafts whose first token this pass yields, in the
-        order of their items."""
+        """Plan the first forward pass: all known tokens without KV, at most ``budget``.
+
+        Returns:
+            The tokens to compute, and the drafts whose first token this pass gives, in the order
+            of their items.
+        """
         missing: list[_Missing] = []
         drafting: list[_Drafting] = []
         for place, request in enumerate(requests):
-            # The state of a sequence that ended after the step was planned would be kept for ever.
+            # We would keep the state of a sequence forever if it ended after planning.
             if request.sequence in self._forgotten or budget == 0:
                 continue
             self._expected.pop(request.sequence, None)
             memory = self._memories.setdefault(request.sequence, _Memory())
             ids = request.sequence.ids
-            memory.settle(ids)
+            memory.settle_guesses(ids)
             stop = min(len(ids), memory.num_tokens + budget)
             is_whole = stop == len(ids)
-            if not self._grow(memory, stop + request.limit if is_whole else stop):
+            if not self._grow_pages(memory, stop + request.limit if is_whole else stop):
                 continue
             budget -= stop - memory.num_tokens
-            missing.append(memory.missing(ids, stop, num_logits=int(is_whole)))
+            missing.append(memory.make_missing(ids, stop, num_logits=int(is_whole)))
             if is_whole:
                 drafting.append(_Drafting(place, request.limit, memory, request.choice))
-        return missing + self._catch_up_missing(budget), drafting
+        return missing + self._plan_catch_up(budget), drafting
 
-    def _compute(self, missing: list[_Missing]) -> torch.Tensor:
-        """Compute KV that is missing; returns the logits."""
+    def _compute_missing(self, missing: list[_Missing]) -> torch.Tensor:
+        """Compute missing KV and return the logits."""
         logits = self._runner.forward([item for _, item in missing])
-        # NOTE: a pass that fails has written nothing that could be relied on.
+        # Only after the pass, because a failed one leaves unreliable KV.
         for memory, item in missing:
             memory.num_tokens = item.start + len(item.token_ids)
         return logits
 
-    def _catch_up_missing(self, budget: int) -> list[_Missing]:
-        """The next tokens of the prompts of expected sequences, ``budget`` in all."""
+    def _plan_catch_up(self, budget: int) -> list[_Missing]:
+        """Plan the next prompt tokens of expected sequences, at most ``budget`` in all."""
         missing = []
         for sequence in list(self._expected):
             memory = self._memories.setdefault(sequence, _Memory())
             prompt = sequence.request.prompt
             stop = min(len(prompt), memory.num_tokens + budget)
-            if stop == len(prompt) or not self._grow(memory, stop):
+            if stop == len(prompt) or not self._grow_pages(memory, stop):
                 del self._expected[sequence]
-            if stop > memory.num_tokens and self._grow(memory, stop):
+            if stop > memory.num_tokens and self._grow_pages(memory, stop):
                 budget -= stop - memory.num_tokens
-                missing.append(memory.missing(prompt, stop, num_logits=0))
+                missing.append(memory.make_missing(prompt, stop, num_logits=0))
         return missing
 
-    def _grow(self, memory: _Memory, num_tokens: int) -> bool:
-        """Make the page table cover so many tokens; False if there are not enough pages, or the
-        draft model's context is shorter."""
+    def _grow_pages(self, memory: _Memory, num_tokens: int) -> bool:
+        """Extend the page table to ``num_tokens``.
+
+        Returns:
+            False if there are not enough pages, or the draft model's context is too short.
+        """
         if num_tokens > self._context:
             return False
         missing = -(-num_tokens // self._page_size) - len(memory.pages)
-        if missing > self._allocator.count(PageState.FREE):
+        if missing > self._allocator.count_pages(PageState.FREE):
             return False
         if missing > 0:
-            pages = self._allocator.allocate(missing, PageState.OWNED)
+            pages = self._allocator.allocate_pages(missing, PageState.OWNED)
             memory.pages = np.concatenate([memory.pages, pages])
         return True
 
     def _apply_changes(self) -> None:
-        """Note expected sequences. Free the pages of forgotten ones, with which nothing computes
-        any more."""
+        """Note expected sequences, and free the pages of forgotten ones."""
         self._forgotten.clear()
         while not self._changes.empty():
             sequence, is_expected = self._changes.get()
@@ -268,4 +274,4 @@ class ModelDrafter(Drafter):
             self._expected.pop(sequence, None)
             memory = self._memories.pop(sequence, None)
             if memory is not None:
-                self._allocator.free(memory.pages, PageState.OWNED)
+                self._allocator.free_pages(memory.pages, PageState.OWNED)

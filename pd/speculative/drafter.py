@@ -9,66 +9,103 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
-    from pd.core.request import Sequence as TokenSequence
+    from pd.engine.eagle import CarriedState
     from pd.engine.sampling_state import SamplingState
     from pd.engine.step_outcome import StepOutcome
     from pd.speculative.draft import Draft
     from pd.speculative.ngram_cache import NgramCache
 
+    IntArray = npt.NDArray[np.int32]
+
+
+class RequestView(Protocol):
+    """The part of :class:`pd.scheduling.request.Request` read by drafters."""
+
+    @property
+    def prompt(self) -> IntArray: ...
+
+    @property
+    def namespace(self) -> str: ...
+
+    @property
+    def outgoing(self) -> object | None: ...
+
+
+class TokenSequence(Protocol):
+    """The part of :class:`pd.scheduling.request.Sequence` used by drafters. That class describes
+    the attributes."""
+
+    num_tokens: int
+    pages: IntArray
+    next_draft: Draft | None
+    carried_state: CarriedState | None
+
+    @property
+    def request(self) -> RequestView: ...
+
+    @property
+    def ids(self) -> IntArray: ...
+
 
 class DraftedWork(Protocol):
-    """The part of :class:`pd.scheduling.step.Work` that drafters use; its attributes are described
-    there."""
+    """The part of :class:`pd.scheduling.step.Work` used by drafters. That class describes the
+    attributes."""
 
-    sequence: TokenSequence
+    @property
+    def sequence(self) -> TokenSequence: ...
+
     start: int
     stop: int
-    unread: int
+    num_unread: int
     samples: list[SamplingState]
     draft: Draft | None
     ahead_limit: int
     ahead_stop: int
     reread: bool
-    forced: int | None
+    num_forced: int | None
     row: int
     drafter_state: Callable[[], bytes] | None
 
     @property
-    def most_accepted(self) -> int: ...
+    def max_accepted(self) -> int: ...
 
 
 class DraftRequest(NamedTuple):
     """One sequence to draft for.
 
     Attributes:
-        sequence: prompt and output so far are its ``ids``.
-        choice: draws the next token; not to be changed.
-        limit: tokens that the draft may have, at least 1.
+        sequence: has the prompt and output so far as its ``ids``.
+        choice: draws the next token; do not change it.
+        limit: maximum tokens of the draft, at least 1.
+        work: verifies the draft; None if we only measure drafting.
     """
 
     sequence: TokenSequence
     choice: SamplingState
     limit: int
+    work: DraftedWork | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepOnDevice:
-    """A step that was just launched, as the device has it.
+    """A step that was just launched, seen from the device.
 
     Attributes:
-        works: in the order of the forward pass.
-        roots: for each work, the index among the pass's tokens of its last known token, after which
-            its drafted tokens follow.
-        sampled: tokens that the step samples, int64 ``[rows]``; ``Work.row`` says where.
-        drafts: the step's drafted tokens, int64, or None without any.
-        first_drafts: where the draft of each work begins in ``drafts``.
-        stops: position of the token after each root, without unread guesses.
-        most_unread: unread guesses of each work, at most.
-        followed: for each work the index in ``before`` of the work that it follows with unread
-            guesses, or -1.
-        before: what came out of the step before, or None if the host has read it.
+        works: the works in the order of the forward pass.
+        roots: for each work, the index of its last known token in the pass. Its drafted tokens
+            follow.
+        sampled: sampled tokens, int64 ``[rows]``; a work's samples start at ``Work.row``.
+        drafts: drafted tokens, int64, or None without any.
+        first_drafts: for each work, the index of its draft in ``drafts``.
+        stops: position of the token after each root, not counting unread guesses.
+        most_unread: maximum number of unread guesses of each work.
+        followed: for each work with unread guesses, the index of the previous work in ``before``;
+            -1 for others.
+        before: outcome of the previous step, or None if the host has read it.
     """
 
     works: Sequence[DraftedWork]
@@ -83,63 +120,81 @@ class StepOnDevice:
 
 
 class Drafter(ABC):
-    """Guesses how sequences go on. A wrong guess costs time and never changes the output.
+    """Guesses the next tokens of sequences. A wrong guess costs time but never changes the output.
 
     Attributes:
-        drafts_ahead: whether it drafts behind a step that was launched, for the next one, in
-            :meth:`follow`. Otherwise that is not called.
-        ngram_cache: is given the tokens of all sequences that the node computes, if not None.
+        drafts_ahead: whether :meth:`follow_step` drafts for the next step right after a launch. If
+            not, we never call it.
+        ngram_cache: receives the tokens of all sequences computed by the node, if not None.
     """
 
     drafts_ahead = False
     ngram_cache: NgramCache | None = None
 
     @abstractmethod
-    def draft(self, requests: Sequence[DraftRequest], prompt_tokens: int) -> list[Draft | None]:
-        """Draft tokens for each sequence, or none. On a GPU this is only queued. Called by the
-        thread that launches steps.
+    def draft_tokens(
+        self, requests: Sequence[DraftRequest], prompt_tokens: int
+    ) -> list[Draft | None]:
+        """Draft tokens for each sequence, or none. On a GPU this only queues the work.
+
+        The thread that launches steps calls this.
 
         Args:
-            prompt_tokens: tokens of prompts in the step that is about to be computed. As many may
-                be computed for expected sequences.
+            prompt_tokens: prompt tokens in the next step. The drafter may compute as many for
+                expected sequences.
 
         Returns:
-            For each sequence what may follow its tokens, at most ``limit`` tokens, or None.
+            For each sequence a draft of at most ``limit`` tokens, or None.
         """
 
-    def rehearse(self, requests: Sequence[DraftRequest]) -> None:
-        """Draft for sequences that exist for this alone, and wait for the device, so that the time
-        can be measured. Nothing else is drafted meanwhile."""
-        for draft in self.draft(requests, 0):
+    def rehearse_draft(self, requests: Sequence[DraftRequest]) -> None:
+        """Draft for sequences without a request, and wait for the device, so we can measure it.
+
+        Nothing else may draft meanwhile.
+        """
+        for draft in self.draft_tokens(requests, 0):
             if draft is not None:
                 draft.batch.wait()
         for request in requests:
-            self.forget(request.sequence)
-        self.begin([])
+            self.forget_sequence(request.sequence)
+        self.begin_step([])
 
-    def begin(self, works: Sequence[DraftedWork]) -> None:
-        """Prepare works for a step that is about to be launched, before anything is drafted for it.
-        Called by the thread that launches steps, for every step."""
+    def begin_step(self, works: Sequence[DraftedWork]) -> None:
+        """Prepare the works of the next step, before drafting for it.
 
-    def follow(self, step: StepOnDevice) -> StepOutcome | None:
-        """Note what a step that was just launched leaves on the device, and set ``ahead`` of the
-        sequences whose work has an ``ahead_limit``. On a GPU this is only queued. Called by the
-        thread that launches steps, for every step if :attr:`drafts_ahead`.
+        The thread that launches steps calls this for every step.
+        """
+
+    def follow_step(self, step: StepOnDevice) -> StepOutcome | None:
+        """Draft for the next step right after a launch, and set ``next_draft`` of sequences.
+
+        We draft for works with an ``ahead_limit``. On a GPU this only queues the work. The thread
+        that launches steps calls this for every step if :attr:`drafts_ahead`.
 
         Returns:
-            What came out of the step; None if only the host finds out.
+            The outcome of the step on the device; None if only the host counts accepted guesses.
         """
         return None
 
-    def expect(self, sequence: TokenSequence) -> None:
-        """Prepare for a sequence that is to decode here. Called before its prompt is computed or
-        received, so that work for its first draft can be done meanwhile. Any thread."""
+    def expect_sequence(self, sequence: TokenSequence) -> None:
+        """Prepare for a sequence that will decode here. Any thread may call this.
+
+        Call it before the prompt is computed or received, so we can work on the first draft
+        meanwhile.
+        """
 
     def catch_up(self) -> bool:
-        """Do a part of the work for expected sequences; called when no step is to be computed, by
-        the thread that launches steps. Returns False if nothing was left to do."""
+        """Do a part of the work for expected sequences while there is no step to compute.
+
+        The thread that launches steps calls this.
+
+        Returns:
+            False if nothing was left to do.
+        """
         return False
 
-    def forget(self, sequence: TokenSequence) -> None:
-        """Drop the state of a sequence that has ended or waits for memory. Any thread; the sequence
-        may still be in the step that is being launched."""
+    def forget_sequence(self, sequence: TokenSequence) -> None:
+        """Drop the state of a sequence that has ended or waits for memory.
+
+        Any thread may call this, even while a step with the sequence is being launched.
+        """

@@ -1,11 +1,11 @@
-"""Drafts by an EAGLE head, which reads the model's hidden states.
+"""Drafts with an EAGLE head, which reads the model's hidden states.
 
 After Li et al. (EAGLE, 2024; EAGLE-2, 2024; EAGLE-3, 2025). The head draws with the temperature and
-the noise of the request, so that it agrees with the model where both give a token about the same
-probability, at any temperature.
+the noise of the request. It therefore agrees with the model, at any temperature, if both give a
+token about the same probability.
 
-Drafts are made right after the step that they follow was launched, from what that step leaves on
-the device. So while the device drafts, the host reads the step's tokens and plans the next one.
+We draft right after the launch of a step, from the states it leaves on the device. While the device
+drafts, the host reads the step's tokens and plans the next one.
 """
 
 from __future__ import annotations
@@ -21,17 +21,15 @@ import torch
 from pd.engine.device_copy import HostCopy, to_device
 from pd.engine.eagle import NO_ROW, CarriedState
 from pd.engine.step_outcome import StepOutcome
-from pd.kernels.acceptance import Trees, accept
+from pd.kernels.acceptance import accept_drafts
+from pd.kernels.draft_tensors import DraftRoots, DraftRows, DraftTables, Trees
 from pd.kernels.drafting import (
-    DraftRoots,
-    DraftRows,
-    DraftTables,
     branch_rows,
-    likeliest,
+    find_likeliest,
     start_rows,
 )
-from pd.kernels.paging import token_slots
-from pd.kernels.staging import PinnedStaging, packed_bytes
+from pd.kernels.paging import find_token_slots
+from pd.kernels.staging import PinnedStaging, count_packed_bytes
 from pd.speculative.draft import Draft, DraftedTokens
 from pd.speculative.drafter import Drafter
 
@@ -40,14 +38,13 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from pd.core.request import Sequence as TokenSequence
     from pd.engine.cuda_graphs import GraphRecorder
     from pd.engine.eagle import EagleWriter
     from pd.engine.sampling_state import SamplingState
     from pd.kernels.attention import AttentionBackend
     from pd.kernels.attention.base import DraftAttention
     from pd.kernels.staging import Array
-    from pd.speculative.drafter import DraftedWork, DraftRequest, StepOnDevice
+    from pd.speculative.drafter import DraftedWork, DraftRequest, StepOnDevice, TokenSequence
     from pd.speculative.shape import DraftShape
 
     IntArray = npt.NDArray[np.int32]
@@ -55,10 +52,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Ask:
-    """One sequence to draft for, as the host knows it.
+    """One sequence to draft for, seen from the host.
 
     Attributes:
-        most: tokens that the sequence may have by the last of its drafted ones.
+        most: number of tokens up to which the sequence has pages.
     """
 
     sequence: TokenSequence
@@ -70,11 +67,11 @@ class _Ask:
 
 @dataclass(frozen=True, slots=True)
 class _Ends:
-    """Last known tokens on the device, int64, and which of them belong to what is asked.
+    """Last known tokens on the device, int64, and their places in the asks.
 
     Attributes:
-        positions: of the tokens in their sequences.
-        index: for each ask the index of its token, on the host.
+        positions: positions of the tokens in their sequences.
+        index: index of each ask's token, on the host.
     """
 
     tokens: torch.Tensor
@@ -83,15 +80,16 @@ class _Ends:
 
 
 class EagleDrafter(Drafter):
-    """Runs the head as often as tokens are to be drafted.
+    """Drafts with an EAGLE head, one pass for each depth of the draft.
 
     Args:
-        writer: the head and the states that the model's passes leave for it.
-        attention: over the head's K and V.
-        shape: of the largest draft.
+        writer: the head, and its states left by the model's passes.
+        attention: attention backend over the head's K and V.
+        shape: shape of the largest draft.
         move_tokens: see :meth:`pd.engine.kv_pool.KVPool.move_tokens`.
-        sizes: numbers of rows for which CUDA graphs are captured; empty on a CPU.
-        max_context: tokens of a sequence.
+        max_context: maximum tokens of a sequence.
+        sizes: make_zeros of rows for which we capture CUDA graphs; empty on a CPU.
+        recorder: captures the graphs; needed for ``sizes``.
     """
 
     drafts_ahead = True
@@ -110,39 +108,43 @@ class EagleDrafter(Drafter):
         self._writer, self._attention = writer, attention
         self._shape, self._move_tokens, self._max_context = shape, move_tokens, max_context
         self._device = writer.carried.device
-        # Each of its own, so that none waits for a copy behind the step before.
+        # Two, so that neither waits for a copy after the previous step.
         self._staging, self._roots_staging = (PinnedStaging(self._device) for _ in range(2))
         self._last: DraftedTokens | None = None
         self._steppers: dict[int, _Stepper] = {}
         self._sizes = sorted(sizes)
         for size in reversed(self._sizes):
             assert recorder is not None
-            stepper = self._stepper(size)
-            stepper.capture(recorder)
+            stepper = self._make_stepper(size)
+            stepper.capture_graph(recorder)
             self._steppers[size] = stepper
 
-    def begin(self, works: Sequence[DraftedWork]) -> None:
+    def begin_step(self, works: Sequence[DraftedWork]) -> None:
         """See :class:`pd.speculative.drafter.Drafter`."""
         for work in works:
             sequence = work.sequence
-            state = sequence.carried
+            state = sequence.carried_state
             if state is None or state.row == NO_ROW:  # a row may have come free
-                state = sequence.carried = self._writer.take_row()
-            self._writer.upload(state)
-            # Without the state before its first token, the token before that is computed again.
-            # Behind unread guesses it is there, or none would have been drafted.
-            work.reread = not work.unread and work.start > 0 and not state.covers(work.start)
+                state = sequence.carried_state = self._writer.take_row()
+            self._writer.upload_state(state)
+            # Without the state before the first token, we compute the previous token again. After
+            # unread guesses the state is there, because we needed it to draft them.
+            work.reread = (
+                not work.num_unread and work.start > 0 and not state.has_state_for(work.start)
+            )
             state.stop = work.stop
 
-    def draft(self, requests: Sequence[DraftRequest], prompt_tokens: int) -> list[Draft | None]:
+    def draft_tokens(
+        self, requests: Sequence[DraftRequest], prompt_tokens: int
+    ) -> list[Draft | None]:
         """See :class:`pd.speculative.drafter.Drafter`."""
         drafts = list[Draft | None]([None] * len(requests))
         asks, places = [], []
-        for place, (sequence, choice, limit) in enumerate(requests):
-            state, work = sequence.carried, sequence.launched
+        for place, (sequence, choice, limit, work) in enumerate(requests):
+            state = sequence.carried_state
             if state is None or state.row == NO_ROW or work is None:
                 continue
-            # The state of the token before the last one is there if that one alone is computed.
+            # We have the state before the last token if the work computes only that token.
             if work.reread or work.start != sequence.num_tokens - 1:
                 continue
             asks.append(_Ask(sequence, state, choice, limit, sequence.num_tokens + limit))
@@ -150,44 +152,46 @@ class EagleDrafter(Drafter):
         if asks:
             known = [(int(ask.sequence.ids[-1]), ask.sequence.num_tokens - 1) for ask in asks]
             ends = to_device(np.array(known).T, torch.int64, self._device)
-            made = self._draft(asks, _Ends(ends[0], ends[1], range(len(asks))))
+            made = self._draft_asks(asks, _Ends(ends[0], ends[1], range(len(asks))))
             for place, draft in zip(places, made, strict=True):
                 drafts[place] = draft
         return drafts
 
-    def rehearse(self, requests: Sequence[DraftRequest]) -> None:
+    def rehearse_draft(self, requests: Sequence[DraftRequest]) -> None:
         """See :class:`pd.speculative.drafter.Drafter`."""
-        # All read the same state, whatever it is, and have room for one token more.
+        # All sequences read the same state and have room for one more token.
         state, count = CarriedState(NO_ROW), len(requests)
         asks = [
             _Ask(sequence, state, choice, limit, sequence.num_tokens)
-            for sequence, choice, limit in requests
+            for sequence, choice, limit, _ in requests
         ]
         ends = to_device(np.zeros((2, count)), torch.int64, self._device)
-        self._draft(asks, _Ends(ends[0], ends[1], range(count)))
+        self._draft_asks(asks, _Ends(ends[0], ends[1], range(count)))
         self.catch_up()
 
     @torch.inference_mode()
-    def follow(self, step: StepOnDevice) -> StepOutcome | None:
+    def follow_step(self, step: StepOnDevice) -> StepOutcome | None:
         """See :class:`pd.speculative.drafter.Drafter`."""
         self._copy_states(step)
         works = step.works
-        states = [work.sequence.carried for work in works if work.sequence.carried is not None]
-        if len(states) < len(works):  # begin() failed
+        states = [
+            work.sequence.carried_state for work in works if work.sequence.carried_state is not None
+        ]
+        if len(states) < len(works):  # begin_step() failed
             return None
-        trees, roots, rows = self._upload(step, states)
+        trees, roots, rows = self._upload_step(step, states)
         if len(step.sampled) == 0:
-            self._writer.keep(rows, roots, torch.full_like(roots, -1))
+            self._writer.keep_states(rows, roots, torch.full_like(roots, -1))
             return None
         drafted = [work for work in works if work.draft is not None]
         counting = any(work.samples[0].has_penalties for work in drafted)
         branching = any(work.draft and not work.draft.tree.is_chain for work in drafted)
-        width = max((work.most_accepted for work in drafted), default=0)
-        found = accept(step.sampled, trees, width if counting or branching else 0)
-        counts = HostCopy([found.counts])  # before more is drafted, which it would wait for
-        self._writer.keep(rows, roots, found.last)
+        width = max((work.max_accepted for work in drafted), default=0)
+        accepted = accept_drafts(step.sampled, trees, width if counting or branching else 0)
+        counts = HostCopy([accepted.counts])  # before we draft, or it would wait for that
+        self._writer.keep_states(rows, roots, accepted.last)
         if branching:
-            self._move_accepted(step, found.path)
+            self._move_accepted(step, accepted.path)
         asks, asking = [], []
         for place, (work, state) in enumerate(zip(works, states, strict=True)):
             if work.ahead_limit and state.row != NO_ROW:
@@ -195,34 +199,33 @@ class EagleDrafter(Drafter):
                 asks.append(_Ask(work.sequence, state, choice, limit, work.ahead_stop))
                 asking.append(place)
         if asks:
-            made = self._draft(asks, _Ends(found.tokens, found.positions, asking))
+            made = self._draft_asks(asks, _Ends(accepted.tokens, accepted.positions, asking))
             for ask, draft in zip(asks, made, strict=True):
-                ask.sequence.ahead = draft
-        tokens = found.sampled(step.sampled, trees.rows) if counting else None
-        return StepOutcome(found.counts, found.tokens, tokens, counts)
+                ask.sequence.next_draft = draft
+        tokens = accepted.collect_tokens(step.sampled, trees.rows) if counting else None
+        return StepOutcome(accepted.counts, accepted.tokens, tokens, counts)
 
-    def _upload(
+    def _upload_step(
         self, step: StepOnDevice, states: Sequence[CarriedState]
     ) -> tuple[Trees, torch.Tensor, torch.Tensor]:
-        """Upload the drafts of a step, and for each work its root among the pass's tokens and its
-        row among the carried states."""
+        """Upload the drafts of a step, the root of each work, and its row of the carried states."""
         works, drafts = step.works, step.drafts
         parents = np.zeros(0 if drafts is None else len(drafts), np.int64)
         for work, first in zip(works, step.first_drafts, strict=True):
             if work.draft is not None:
                 parents[first : first + work.draft.size] = work.draft.tree.parents
         columns = (
-            # NOTE: a work without samples has no row; what is accepted there is not used.
+            # A work without samples has no row, and we do not use its result.
             [work.row if work.samples else 0 for work in works],
             step.first_drafts,
             [0 if work.draft is None else work.draft.size for work in works],
-            [-1 if work.forced is None else work.forced for work in works],
+            [-1 if work.num_forced is None else work.num_forced for work in works],
             step.stops,
             step.roots,
             [state.row for state in states],
             step.followed,
         )
-        table, parents_there = self._staging.upload([np.array(columns, np.int64), parents])
+        table, parents_there = self._staging.upload_arrays([np.array(columns, np.int64), parents])
         *tree_columns, roots, rows, followed = table
         if step.before is not None:
             tree_columns[-1] += step.before.counts_of(followed)
@@ -230,23 +233,25 @@ class EagleDrafter(Drafter):
         return Trees(tokens, parents_there, *tree_columns), roots, rows
 
     def _move_accepted(self, step: StepOnDevice, path: torch.Tensor) -> None:
-        """Move KV of accepted guesses to where it stands in a sequence: guess ``i`` of a draft was
-        computed ``i + 1`` places behind the root, however deep in the tree it is.
+        """Move KV of accepted guesses to its place in the sequence.
+
+        We computed guess ``i`` of a draft ``i + 1`` places after the root, whatever its depth in
+        the tree.
 
         Args:
-            path: accepted guesses of each work's draft, int64 ``[works, width]``, then -1.
+            path: accepted guesses of each draft, int64 ``[works, width]``, padded with -1.
         """
         works, pool, width = step.works, self._writer.kv, path.shape[1]
         sizes = [
             most + (0 if work.draft is None else work.draft.size)
             for work, most in zip(works, step.most_unread, strict=True)
         ]
-        # What is not accepted moves inside the pool's extra page.
+        # Other guesses move inside the pool's extra page.
         extra_slot = pool.num_pages * pool.page_size
         slots = np.full((len(works), max(width, *sizes)), extra_slot, np.int64)
         for row, work, stop, size in zip(slots, works, step.stops, sizes, strict=True):
             places = np.arange(stop, stop + size)
-            row[:size] = token_slots(work.sequence.pages, places, pool.page_size)
+            row[:size] = find_token_slots(work.sequence.pages, places, pool.page_size)
         there = to_device(slots, torch.int64, self._device)
         begins = torch.zeros_like(path[:, :1])
         if step.before is not None:
@@ -262,14 +267,14 @@ class EagleDrafter(Drafter):
         self._move_tokens(source.flatten(), to.flatten())
 
     def catch_up(self) -> bool:
-        """Wait until all drafts are made: sequences that ended keep their pages so long."""
+        """Wait for all drafts, because ended sequences keep their pages until then."""
         last, self._last = self._last, None
         if last is not None:
             last.wait()
         return last is not None
 
     def _copy_states(self, step: StepOnDevice) -> None:
-        """Queue copies of the states that other nodes need: of prompts that are complete."""
+        """Queue copies of the states of complete prompts for other nodes."""
         leaving = [
             (work, root)
             for work, root in zip(step.works, step.roots, strict=True)
@@ -281,35 +286,39 @@ class EagleDrafter(Drafter):
         roots = to_device([root for _, root in leaving], torch.int64, self._device)
         copies = self._writer.copy_states(roots)
         for place, (work, _) in enumerate(leaving):
-            work.drafter_state = partial(_bytes_of, copies, place)
+            work.drafter_state = partial(_read_row, copies, place)
 
-    def _draft(self, asks: Sequence[_Ask], ends: _Ends) -> list[Draft | None]:
+    def _draft_asks(self, asks: Sequence[_Ask], ends: _Ends) -> list[Draft | None]:
         """Draft for sequences whose last known tokens are ``ends``."""
-        shape = self._shape.first(max(ask.limit for ask in asks))
+        shape = self._shape.take_first(max(ask.limit for ask in asks))
         rows = len(asks) * shape.width
         if self._sizes and rows <= self._sizes[-1]:
             stepper = self._steppers[self._sizes[bisect_left(self._sizes, rows)]]
         else:
-            stepper = self._stepper(rows)
-        tokens = stepper.run(asks, ends, shape)
+            stepper = self._make_stepper(rows)
+        tokens = stepper.run_head(asks, ends, shape)
         self._last = batch = DraftedTokens(tokens)
         size, full = self._shape.tree.size, self._shape
-        return [Draft(batch, i * size, full.first(ask.limit).tree) for i, ask in enumerate(asks)]
+        return [
+            Draft(batch, i * size, full.take_first(ask.limit).tree) for i, ask in enumerate(asks)
+        ]
 
-    def _stepper(self, rows: int) -> _Stepper:
-        attention = self._attention.draft_graph(rows, self._max_context)
+    def _make_stepper(self, rows: int) -> _Stepper:
+        attention = self._attention.make_draft_graph(rows, self._max_context)
         if attention is None:
             raise ValueError(f"attention backend {self._attention.name} cannot draft")
         return _Stepper(self._writer, attention, rows, self._shape, self._roots_staging)
 
 
-def _bytes_of(copies: HostCopy, row: int) -> bytes:
+def _read_row(copies: HostCopy, row: int) -> bytes:
     return copies.wait()[0][row].numpy().tobytes()
 
 
 class _Stepper:
-    """Runs the head over a fixed number of rows, once for each depth of a tree; as a CUDA graph if
-    captured."""
+    """Runs the head over a fixed number of rows, once for each depth of a tree.
+
+    If captured, each pass is a CUDA graph.
+    """
 
     def __init__(
         self,
@@ -324,37 +333,37 @@ class _Stepper:
         self._staging, self._topk = staging, shape.topk
         self._graph: torch.cuda.CUDAGraph | None = None
 
-        def numbers(*size: int) -> torch.Tensor:
+        def make_zeros(*size: int) -> torch.Tensor:
             return torch.zeros(size, dtype=torch.int64, device=device)
 
         self._rows = DraftRows(
-            tokens=numbers(rows),
-            positions=numbers(rows),
+            tokens=make_zeros(rows),
+            positions=make_zeros(rows),
             states=states.new_zeros(rows, states.shape[1]),
             places=attention.places,
             bases=attention.bases,
             masks=attention.masks,
-            noise_at=numbers(rows, 2),
+            noise_at=make_zeros(rows, 2),
             temperatures=torch.zeros(rows, dtype=torch.float32, device=device),
         )
         columns, depths = shape.levels.shape[1], shape.depth
         self._tables = DraftTables(
-            numbers(depths, columns), numbers(1), numbers(rows, shape.tree.size)
+            make_zeros(depths, columns), make_zeros(1), make_zeros(rows, shape.tree.size)
         )
         self._shape: DraftShape | None = None
         self._inputs = torch.zeros(
-            packed_bytes(self._packed([], [], [], [])), dtype=torch.uint8, device=device
+            count_packed_bytes(self._pack_roots([], [], [], [])), dtype=torch.uint8, device=device
         )
-        self._roots = self._upload([], [], [], [])
+        self._roots = self._upload_roots([], [], [], [])
 
-    def _packed(
+    def _pack_roots(
         self,
         index: Sequence[int],
         carried: Sequence[int],
         seeds: Sequence[int],
         temperatures: Sequence[float],
     ) -> list[Array]:
-        """Arrays of :class:`pd.kernels.drafting.DraftRoots`, always of the same sizes."""
+        """Make the arrays of :class:`pd.kernels.drafting.DraftRoots`, always in the same sizes."""
         columns = np.zeros((3, self._num_rows), np.int64)
         for column, values in zip(columns, (index, carried, seeds), strict=True):
             column[: len(values)] = values
@@ -362,32 +371,32 @@ class _Stepper:
         floats[: len(temperatures)] = temperatures
         return [np.array([len(index)], np.int64), *columns, floats]
 
-    def _upload(self, *columns: Sequence[Any]) -> DraftRoots:
+    def _upload_roots(self, *columns: Sequence[Any]) -> DraftRoots:
         positions = torch.zeros(self._num_rows, dtype=torch.int64, device=self._inputs.device)
-        packed = self._packed(*columns)
-        return DraftRoots._make([*self._staging.upload(packed, self._inputs), positions])
+        packed = self._pack_roots(*columns)
+        return DraftRoots._make([*self._staging.upload_arrays(packed, self._inputs), positions])
 
-    def capture(self, recorder: GraphRecorder) -> None:
-        """Have further passes replayed."""
+    def capture_graph(self, recorder: GraphRecorder) -> None:
+        """Capture a pass. Later passes replay it."""
         self._attention.plan(np.zeros(0, np.int64), [])
-        self._graph, _ = recorder.record(self._step)
+        self._graph, _ = recorder.capture_graph(self._run_pass)
 
     @torch.inference_mode()
-    def run(self, asks: Sequence[_Ask], ends: _Ends, shape: DraftShape) -> torch.Tensor:
+    def run_head(self, asks: Sequence[_Ask], ends: _Ends, shape: DraftShape) -> torch.Tensor:
         """Draft guesses of this shape for each sequence.
 
         Returns:
-            int64 ``[asks * size]``, a copy of the drafted tokens, where ``size`` is that of the
+            A copy of the drafted tokens, int64 ``[asks * size]``, with ``size`` guesses of the
             largest shape.
         """
         params = [ask.choice.params for ask in asks]
-        packed = self._packed(
+        packed = self._pack_roots(
             ends.index,
             [ask.state.row for ask in asks],
             [ask.choice.seed for ask in asks],
             [0.0 if p.greedy else p.temperature for p in params],
         )
-        self._staging.upload(packed, self._inputs)
+        self._staging.upload_arrays(packed, self._inputs)
         if shape is not self._shape:
             levels = shape.levels
             there = to_device(levels, torch.int64, self._inputs.device)
@@ -406,17 +415,17 @@ class _Stepper:
         )
         for _ in range(shape.depth):
             if self._graph is None:
-                self._step()
+                self._run_pass()
             else:
                 self._graph.replay()
         return self._tables.drafted[: len(asks)].flatten().clone()
 
     @torch.inference_mode()
-    def _step(self) -> torch.Tensor:
-        """Compute the rows of one depth, and make those of the next."""
+    def _run_pass(self) -> torch.Tensor:
+        """Compute the rows of one depth, and make the rows of the next."""
         rows, head = self._rows, self._writer.head
-        self._attention.locate()
+        self._attention.locate_slots()
         logits, hidden = head(rows.tokens, rows.states, rows.positions, self._attention)
-        best = likeliest(logits, rows.temperatures, rows.noise_at, head.target_ids, self._topk)
+        best = find_likeliest(logits, rows.temperatures, rows.noise_at, head.target_ids, self._topk)
         branch_rows(self._roots, rows, self._tables, best, head.target_ids, hidden)
         return self._tables.drafted

@@ -1,8 +1,8 @@
-"""Drafts what followed the last tokens earlier in the same sequence, or in others.
+"""Drafts tokens that followed the same ending before, in this sequence or in others.
 
-The idea is prompt lookup decoding (A. Saxena, 2023): answers repeat passages of their prompt, as in
-summaries, edited code and conversations. They also repeat earlier answers, as in SuffixDecoding
-(Oliaro et al., 2024).
+The idea is prompt lookup decoding (A. Saxena, 2023): answers repeat passages of their prompt, for
+example in summaries, edited code and conversations. They also repeat earlier answers, as in
+SuffixDecoding (Oliaro et al., 2024).
 """
 
 from __future__ import annotations
@@ -26,53 +26,60 @@ if TYPE_CHECKING:
 
     IntArray = npt.NDArray[np.int32]
 
-# Fewer equal tokens occur by chance; more than the longest choose no better place.
+# Fewer equal tokens occur by chance, and more do not find a better place.
 _SHORTEST, _LONGEST = 2, 8
 
 
 class NgramDrafter(Drafter):
-    """Finds the place in a sequence whose preceding tokens equal its last ones, as many of them as
-    possible, and drafts what follows it. Where other texts of its namespace have a place with more
-    equal tokens, it drafts what follows that. Keeps nothing between steps itself.
+    """Finds the longest repetition of a sequence's last tokens, and drafts the tokens after it.
+
+    It searches the sequence first, then other texts of its namespace for more equal tokens. It
+    keeps no state of its own between steps.
 
     Args:
-        device: of the model that verifies.
-        cache: other texts; None to look in the sequence alone.
+        device: device of the verifying model.
+        cache: other texts; None to search only the sequence.
     """
 
     def __init__(self, device: torch.device, cache: NgramCache | None = None) -> None:
         self._device = device
         self.ngram_cache = cache
 
-    def draft(self, requests: Sequence[DraftRequest], prompt_tokens: int) -> list[Draft | None]:
+    def draft_tokens(
+        self, requests: Sequence[DraftRequest], prompt_tokens: int
+    ) -> list[Draft | None]:
         """See :class:`pd.speculative.drafter.Drafter`."""
-        return upload_chains([self._draft(request) for request in requests], self._device)
+        return upload_chains([self._draft_chain(request) for request in requests], self._device)
 
-    def _draft(self, request: DraftRequest) -> IntArray:
+    def _draft_chain(self, request: DraftRequest) -> IntArray:
         """Draft for one sequence."""
         ids, limit, cache = request.sequence.ids, request.limit, self.ngram_cache
-        place = _latest_place(ids)
+        place = _find_latest_place(ids)
         if cache is not None:
             equal = 0 if place is None else _count_equal(ids, place)
             if equal < LONGEST:
                 namespace = request.sequence.request.namespace
-                found = cache.find(namespace, ids[-LONGEST:], equal, limit)
-                if len(found):
-                    return found
+                continuation = cache.find_continuation(namespace, ids[-LONGEST:], equal, limit)
+                if len(continuation):
+                    return continuation
         if place is None:
             return ids[:0]
-        # Where the sequence ends before the draft does, it is taken to go on as it did since that
-        # place.
+        # If the sequence ends before the draft does, we assume it keeps repeating itself.
         return np.resize(ids[place + 1 :], limit)
 
 
-def _latest_place(ids: IntArray) -> int | None:
-    """Index of the last token of the latest earlier place with the most equal tokens, of which more
-    than ``_LONGEST`` do not count; time and memory grow with the length of the sequence, by a
-    comparison per token."""
-    # Indices of the last token's other occurrences, narrowed to longer and longer equal endings.
+def _find_latest_place(ids: IntArray) -> int | None:
+    """Find the latest earlier place with the most tokens equal to the last ones.
+
+    We count at most ``_LONGEST`` equal tokens. Time and memory grow with the length of the
+    sequence, by one comparison per token.
+
+    Returns:
+        Index of the last token at that place, or None.
+    """
+    # Other occurrences of the last token, narrowed down to longer and longer equal endings.
     ends = np.flatnonzero(ids[:-1] == ids[-1])
-    found = ends[:0]
+    places = ends[:0]
     for length in range(2, _LONGEST + 1):
         ends = ends[ends >= length - 1]
         if length > len(ids) - 1 or len(ends) == 0:
@@ -81,12 +88,12 @@ def _latest_place(ids: IntArray) -> int | None:
         if len(ends) == 0:
             break
         if length >= _SHORTEST:
-            found = ends
-    return int(found[-1]) if len(found) else None
+            places = ends
+    return int(places[-1]) if len(places) else None
 
 
 def _count_equal(ids: IntArray, place: int) -> int:
-    """How many tokens up to a place equal the last ones; more than ``LONGEST`` do not count."""
+    """Count the tokens up to a place that equal the last ones, at most ``LONGEST``."""
     count = min(place + 1, LONGEST)
     differs = np.flatnonzero(ids[place + 1 - count : place + 1] != ids[-count:])
     return count - 1 - int(differs[-1]) if len(differs) else count

@@ -1,4 +1,4 @@
-"""The tree of guesses that a head drafts, and the order in which it computes them."""
+"""The tree of guesses drafted by a head, and the order of its passes."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from pd.engine.draft_tree import DraftTree, chain
+from pd.engine.draft_tree import DraftTree, make_chain
 
 Int64Array = npt.NDArray[np.int64]
 
-# What is taken for the chance that a token is right by its rank among those drafted at one place:
-# each rank's is a part of what the ranks before it leave over. Heads that are right more often than
-# this at the first rank are better off with chains.
+# Assumed chances of a right token by its rank among the tokens drafted at one place. Each rank gets
+# a share of the chance left by the ranks before it. Heads that are right more often at the first
+# rank should draft chains.
 _FIRST, _NEXT = 0.6, 0.4
 
 
 def rank_chances(ranks: int, first: float = _FIRST) -> list[float]:
-    """Chances that the model draws the token of each rank, if that of the first is ``first``."""
+    """Return the chance of each rank to be the model's token, starting with ``first``."""
     chances, left = [first], 1.0 - first
     for _ in range(ranks - 1):
         chances.append(left * _NEXT)
@@ -30,24 +30,27 @@ def rank_chances(ranks: int, first: float = _FIRST) -> list[float]:
 
 
 class DraftShape:
-    """A tree whose guesses are ordered by their chance to be accepted, so that its first guesses
-    are the best tree of their number.
+    """A tree of guesses, ordered by their chance of acceptance.
+
+    Its first guesses therefore always form the best tree of their number.
 
     Attributes:
         tree: parents of the guesses.
-        ranks: for each guess its rank among the tokens drafted at its place, 0 for the likeliest.
-        topk: tokens that are drafted at one place, at most.
+        ranks: rank of each guess among the tokens drafted at its place, 0 for the likeliest.
+        topk: maximum number of tokens to draft at one place.
     """
 
     def __init__(self, tree: DraftTree, ranks: tuple[int, ...], topk: int) -> None:
         self.tree, self.ranks, self.topk = tree, ranks, topk
 
     @classmethod
-    def best(cls, size: int, topk: int) -> DraftShape:
-        """The tree of ``size`` guesses that are likeliest to be accepted, with up to ``topk``
-        guesses after each token; for ``topk`` 1 a chain."""
+    def build_best(cls, size: int, topk: int) -> DraftShape:
+        """Build the best tree of ``size`` guesses, with at most ``topk`` guesses after a token.
+
+        For ``topk`` 1 this is a chain.
+        """
         if topk == 1:
-            return cls(chain(size), (0,) * size, 1)
+            return cls(make_chain(size), (0,) * size, 1)
         chances = rank_chances(topk)
         parents, ranks = list[int](), list[int]()
         number = itertools.count()
@@ -64,24 +67,23 @@ class DraftShape:
             heapq.heappush(heap, (chance * chances[0], next(number), guess, -chance, 0))
         return cls(DraftTree(np.array(parents, np.int32)), tuple(ranks), topk)
 
-    def first(self, size: int) -> DraftShape:
-        """The shape without the guesses after the first ``size``."""
-        return self if size >= self.tree.size else _beginning(self, size)
+    def take_first(self, size: int) -> DraftShape:
+        """Return the shape of the first ``size`` guesses."""
+        return self if size >= self.tree.size else _take_first(self, size)
 
     @property
     def depth(self) -> int:
-        """Passes of the head that draft it."""
+        """Number of passes of the head to draft it."""
         return int(self.tree.depths.max())
 
     @property
     def width(self) -> int:
-        """Rows of one sequence in the widest of these passes."""
+        """Number of rows of one sequence in the widest of these passes."""
         return max(len(rows) for rows in self._rows)
 
     @cached_property
     def _rows(self) -> list[list[int]]:
-        """For each pass the guesses that are its rows, -1 for the last known token: those that have
-        guesses behind them."""
+        """The rows of each pass: the guesses with other guesses after them, -1 for the root."""
         followed = sorted(set(self.tree.parents.tolist()))
         depths = [0, *self.tree.depths.tolist()]
         return [
@@ -109,5 +111,5 @@ class DraftShape:
 
 
 @functools.lru_cache(maxsize=256)
-def _beginning(shape: DraftShape, size: int) -> DraftShape:
-    return DraftShape(shape.tree.first(size), shape.ranks[:size], shape.topk)
+def _take_first(shape: DraftShape, size: int) -> DraftShape:
+    return DraftShape(shape.tree.take_first(size), shape.ranks[:size], shape.topk)

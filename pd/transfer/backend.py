@@ -1,4 +1,4 @@
-"""Description of a transfer backend, which a command reads before it imports torch or a library."""
+"""Description of a transfer backend. Commands read it before they import torch or a library."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pd.core.starvation import Patience
+from pd.util.starvation import Patience
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from pd.transfer.base import KVBuffer, TransferManager
+    from pd.transfer.base import TransferManager
+    from pd.transfer.kv_buffer import KVBuffer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,14 +22,14 @@ class TransferSetup:
 
     Attributes:
         pool: KV cache of the node.
-        host: address to listen on; anything but loopback needs a cluster key.
+        host: address to listen on. Anything but loopback needs a cluster key.
         advertise_host: address published to peers; ``host`` if empty.
-        cluster_key: secret of the deployment, with which peers authenticate each other.
-        patience: extends limits on progress by the time in which a process was starved; managers of
-            one node share it.
-        may_open_ports: False where the manager must not open a port that accepts peers without the
-            cluster key: under ``auto`` without ``--trust-network``.
-        fake_script: value of ``--fake-script``, for the backend ``fake`` alone.
+        cluster_key: secret of the deployment. Peers authenticate each other with it.
+        patience: extends limits on progress by the time in which a process was starved. All
+            managers of a node share it.
+        may_open_ports: False if the manager must not open a port that accepts peers without the
+            cluster key, which is so under ``auto`` without ``--trust-network``.
+        fake_script: value of ``--fake-script``, for the backend ``fake`` only.
     """
 
     pool: KVBuffer
@@ -44,21 +45,22 @@ class TransferSetup:
 class TransferBackend(ABC):
     """One value of ``--transfer-backend``.
 
-    A subclass is made without arguments when a command starts, so its module imports neither torch
-    nor a transfer library; :meth:`manager_class` does.
+    We make an instance without arguments when a command starts. So its module must import neither
+    torch nor a transfer library; :meth:`manager_class` does.
 
     Attributes:
-        one_device: managers reach into the pool of one device themselves, so that the backend is
-            refused with ``--tp-size`` above 1. Other backends copy between the pool and buffers of
-            their own with :mod:`pd.transfer.copier`, which knows of tensor-parallel ranks.
+        one_device: managers reach into the pool of one device themselves, so we refuse the backend
+            with ``--tp-size`` above 1. Other backends copy between the pool and their own buffers
+            with :mod:`pd.transfer.copier`, which handles tensor-parallel ranks.
     """
 
     one_device: bool = False
 
     def obstacle(self, device: str) -> str | None:
-        """Reason why the backend cannot work on this machine, and what to do; None if it can.
+        """Return why the backend cannot work on this machine and how to fix it; None if it can.
 
-        Called before a model is loaded, and under ``auto`` to leave the backend out.
+        We call this before loading a model, and under ``auto`` to decide whether to offer the
+        backend.
 
         Args:
             device: value of ``--device``, or the type of the pool's device.
@@ -67,13 +69,13 @@ class TransferBackend(ABC):
 
     @abstractmethod
     def manager_class(self) -> Callable[..., TransferManager]:
-        """Class of the managers, imported by this call."""
+        """Import the class of the managers and return it."""
 
     def make(self, setup: TransferSetup) -> TransferManager:
-        """A manager that listens when this returns.
+        """Make a manager. It listens when this returns.
 
-        Calls :meth:`manager_class` with pool, instance id and host, and with ``advertise_host``,
-        ``cluster_key``, ``patience`` by name. Override it to give other arguments.
+        Calls :meth:`manager_class` with pool, instance id and host, and passes ``advertise_host``,
+        ``cluster_key`` and ``patience`` by name. Override it to give other arguments.
 
         Raises:
             ImportError, SetupError: a library is missing or does not start.
@@ -83,7 +85,7 @@ class TransferBackend(ABC):
         return self.make_with(setup)
 
     def make_with(self, setup: TransferSetup, **more: object) -> TransferManager:
-        """:meth:`make` with further arguments by name."""
+        """Do the same as :meth:`make` with more arguments by name."""
         return self.manager_class()(
             setup.pool,
             setup.instance_id,

@@ -1,4 +1,4 @@
-"""Several backends behind one manager: each pair of nodes uses the first that works for it."""
+"""Several backends in one manager. Each pair of nodes uses the first one that works for it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from pd.core.errors import HandshakeError, TransferError
-from pd.core.transfer_choice import choose
+from pd.core.transfer_choice import choose_backend
 from pd.transfer.base import Receiver, Sender, TransferManager
 
 if TYPE_CHECKING:
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     from pd.core.messages import Reservation
     from pd.core.node_info import NodeInfo
-    from pd.transfer.base import IntArray
+    from pd.transfer.kv_buffer import IntArray
+    from pd.transfer.pool_shape import MissingTokens
 
 logger = logging.getLogger(__name__)
 
@@ -23,25 +24,26 @@ logger = logging.getLogger(__name__)
 class ChoosingManager(TransferManager):
     """Delegates each peer to one of its managers (``--transfer-backend auto``).
 
-    It guarantees what the backend of the pair guarantees: a sender or receiver is that backend's
-    own and is not wrapped. Both ends apply :func:`pd.core.transfer_choice.choose` to the same two
-    lists of addresses, which never change during a process's life, so they cannot disagree.
+    It guarantees as much as the backend of the pair, because senders and receivers are that
+    backend's own and we do not wrap them. Both ends apply
+    :func:`pd.core.transfer_choice.choose_backend` to the same two lists of addresses, which never
+    change while a process lives. So they cannot disagree.
 
     Args:
-        managers: in order of preference, of one patience; owned, so closed with this one.
+        managers: in order of preference, sharing one patience. This manager owns and closes them.
     """
 
     name = "auto"
 
     def __init__(self, managers: Sequence[TransferManager]) -> None:
         self._managers = {manager.name: manager for manager in managers}
-        self.patience = managers[0].patience
+        super().__init__(managers[0].shape, managers[0].patience)
         self._addresses = {name: manager.address() for name, manager in self._managers.items()}
         self._lock = threading.Lock()
         self._chosen: dict[str, TransferManager] = {}
 
     def address(self) -> dict[str, str]:
-        """Address of the most preferred backend; :meth:`addresses` is what peers learn."""
+        """Return the address of the most preferred backend. Peers learn :meth:`addresses`."""
         return next(iter(self._addresses.values()))
 
     def addresses(self) -> dict[str, dict[str, str]]:
@@ -53,7 +55,7 @@ class ChoosingManager(TransferManager):
 
     def connect(self, peer: NodeInfo) -> None:
         both = (self._addresses, peer.transfers)
-        name, obstacles = choose(*reversed(both) if peer.role == "prefill" else both)
+        name, obstacles = choose_backend(*reversed(both) if peer.role == "prefill" else both)
         if not name:
             raise HandshakeError(
                 f"no transfer backend works with {peer.instance_id}, which offers "
@@ -79,21 +81,15 @@ class ChoosingManager(TransferManager):
         if manager is not None:
             manager.disconnect(instance_id)
 
-    def sender(
-        self, peer: str, reservation: Reservation, pages: IntArray, num_tokens: int
+    def open_sender(
+        self, peer: str, reservation: Reservation, pages: IntArray, tokens: MissingTokens
     ) -> Sender:
-        return self._of(peer).sender(peer, reservation, pages, num_tokens)
+        return self._get_manager(peer).open_sender(peer, reservation, pages, tokens)
 
-    def receiver(
-        self,
-        peer: str,
-        room: bytes,
-        epoch: int,
-        pages: IntArray,
-        cached: tuple[int, ...],
-        num_tokens: int,
+    def open_receiver(
+        self, peer: str, room: bytes, epoch: int, pages: IntArray, tokens: MissingTokens
     ) -> Receiver:
-        return self._of(peer).receiver(peer, room, epoch, pages, cached, num_tokens)
+        return self._get_manager(peer).open_receiver(peer, room, epoch, pages, tokens)
 
     def is_linked(self, peer: str) -> bool:
         manager = self._chosen.get(peer)
@@ -107,7 +103,7 @@ class ChoosingManager(TransferManager):
         for manager in self._managers.values():
             manager.close()
 
-    def _of(self, peer: str) -> TransferManager:
+    def _get_manager(self, peer: str) -> TransferManager:
         manager = self._chosen.get(peer)
         if manager is None:
             raise TransferError(f"{peer} is not connected")

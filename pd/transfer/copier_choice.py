@@ -1,4 +1,4 @@
-"""The copier of a pool, by the memory that the pool lies in."""
+"""Chooses the copier for the memory of a pool."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pd.transfer.copier import Copier, HostCopier
 
 if TYPE_CHECKING:
-    from pd.transfer.base import KVBuffer
+    from pd.transfer.kv_buffer import KVBuffer
 
 
 def copier_for(pool: KVBuffer) -> Copier:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from pd.kernels.kv_copy import gather, gather_parts, row_bytes, scatter, scatter_parts
-from pd.kernels.paging import token_slots
+from pd.kernels.kv_copy import (
+    count_row_bytes,
+    gather_parts,
+    gather_rows,
+    scatter_parts,
+    scatter_rows,
+)
+from pd.kernels.paging import find_token_slots
 from pd.transfer.copier import Copier, CopyTicket, PlaneCopier
 from pd.transfer.pool_shape import PoolShape
 from pd.transfer.ranges import Block
@@ -19,21 +25,21 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from pd.transfer.base import IntArray, KVBuffer, KVPlane
+    from pd.transfer.kv_buffer import IntArray, KVBuffer, KVPlane
 
 
 class _CopyEvent(CopyTicket):
     """An event recorded after a copy.
 
     A copy takes tens of microseconds, less than a sleeping thread needs to wake up. So :meth:`wait`
-    waits awake, in the driver and without Python's lock.
+    spins in the driver, without Python's lock.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._event = torch.cuda.Event()
         self._event.record(stream)
 
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         try:
             return bool(self._event.query())
         except RuntimeError:
@@ -41,7 +47,7 @@ class _CopyEvent(CopyTicket):
             return True
 
     def wait(self) -> None:
-        # Asked first: to give Python's lock away costs more than the question.
+        # We query first, because releasing Python's lock costs more than the query.
         if not self._event.query():
             self._event.synchronize()
 
@@ -56,31 +62,34 @@ class _Table:
             self._slots = host.to(stream.device, non_blocking=True)
             self._ready.record(stream)
 
-    def slots(self, block: Block, stream: torch.cuda.Stream) -> torch.Tensor:
-        """The slots of a block's tokens, for what ``stream`` does from now on."""
+    def find_slots(self, block: Block, stream: torch.cuda.Stream) -> torch.Tensor:
+        """Return the slots of a block's tokens for later work on ``stream``."""
         stream.wait_event(self._ready)
         return self._slots[block.token_start : block.token_stop]
 
 
 class _CopyStream:
-    """A side stream and the device memory through which pinned buffers go: on one stream, its next
-    use comes after its last. Its copies go before other work where the GPU has to choose: they are
-    short, and requests wait for them."""
+    """A side stream, and the device memory that pinned buffers pass through.
+
+    One stream orders the uses of this memory. Its copies have priority over other work on the GPU,
+    because they are short and requests wait for them.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device, priority=-1)
         self._memory: torch.Tensor | None = None
 
-    def memory(self, size: int) -> torch.Tensor:
-        """Device memory of ``size`` bytes. The stream must be current: the memory belongs to it."""
+    def get_memory(self, size: int) -> torch.Tensor:
+        """Return device memory of ``size`` bytes. The stream must be current, because the memory
+        belongs to it."""
         if self._memory is None or len(self._memory) < size:
             self._memory = torch.empty(size, dtype=torch.uint8, device=self.stream.device)
         return self._memory[:size]
 
 
 class CudaCopier(Copier):
-    """Gathers and scatters run on a stream each, beside that of the forward pass. Buffers on the
-    device are copied to and from directly, pinned ones by way of a device buffer."""
+    """Gathers and scatters on two streams of its own, next to the forward pass. It copies buffers
+    on the device directly, and pinned ones through a device buffer."""
 
     depth = 4
 
@@ -89,11 +98,11 @@ class CudaCopier(Copier):
         lanes = _CopyStream(self._device), _CopyStream(self._device)
         self._tables = torch.cuda.Stream(self._device, priority=-1)
         planes = [CudaPlane(plane, *lanes) for plane in pool.planes]
-        super().__init__(PoolShape.of(pool), planes)
+        super().__init__(PoolShape.from_pool(pool), planes)
         self._warm_up(planes)
 
-    def table(self, pages: IntArray, num_tokens: int) -> _Table:
-        slots = token_slots(pages, np.arange(num_tokens), self.shape.page_size)
+    def make_table(self, pages: IntArray, num_tokens: int) -> _Table:
+        slots = find_token_slots(pages, np.arange(num_tokens), self.shape.page_size)
         return _Table(slots.astype(np.int32), self._tables)
 
     def make_buffers(self, count: int, size: int, *, on_device: bool) -> torch.Tensor:
@@ -105,25 +114,25 @@ class CudaCopier(Copier):
         return torch.zeros((count, size), dtype=torch.uint8, pin_memory=True)
 
     def _warm_up(self, planes: Sequence[CudaPlane]) -> None:
-        """Compile the kernels now, on small planes of their own: the first room could not wait for
-        the compiler, and the node may be computing already."""
+        """Compile the kernels now, because the first room cannot wait for the compiler. We use
+        small planes, because the node may be computing already."""
         tokens = 16
         table = _Table(np.arange(tokens, dtype=np.int32), self._tables)
         size = tokens * self.shape.max_cell_bytes
         buffer = self.make_buffers(1, size, on_device=True)[0]
         for plane in planes:
-            small = plane.like(2 * tokens)
+            small = plane.make_small(2 * tokens)
             for start in {0, tokens // 3}:
                 block = Block(start, tokens, small.first_layer, small.first_layer + 1)
-                small.gather(table, block, buffer).wait()
-                small.scatter(table, block, buffer).wait()
+                small.gather_block(table, block, buffer).wait()
+                small.scatter_block(table, block, buffer).wait()
 
 
 class CudaPlane(PlaneCopier):
     """A plane in CUDA memory.
 
     Args:
-        outward, inward: streams of the gathers and of the scatters of all planes.
+        outward, inward: streams for the gathers and the scatters of all planes.
     """
 
     def __init__(self, plane: KVPlane, outward: _CopyStream, inward: _CopyStream) -> None:
@@ -131,10 +140,10 @@ class CudaPlane(PlaneCopier):
         self._buffer, self._parts = plane.buffer, plane.parts
         self._device = plane.buffer.device
         self._out, self._in = outward, inward
-        self._cell_bytes = plane.buffer.shape[1] * row_bytes(plane.buffer) * len(plane.parts)
+        self._cell_bytes = plane.buffer.shape[1] * count_row_bytes(plane.buffer) * len(plane.parts)
 
-    def like(self, num_slots: int) -> CudaPlane:
-        """Return a copier of a plane of one layer, with rows of the same shape and new memory."""
+    def make_small(self, num_slots: int) -> CudaPlane:
+        """Return a copier of a new plane with one layer and rows of the same shape."""
         shape = (1, self._buffer.shape[1], num_slots, *self._buffer.shape[3:])
         with torch.cuda.device(self._device):
             buffer = torch.zeros(shape, dtype=self._buffer.dtype, device=self._device)
@@ -143,37 +152,37 @@ class CudaPlane(PlaneCopier):
         small._buffer, small._parts = buffer, [buffer.data_ptr()] * len(self._parts)
         return small
 
-    def gather(self, table: Any, block: Block, buffer: torch.Tensor) -> CopyTicket:
+    def gather_block(self, table: _Table, block: Block, buffer: torch.Tensor) -> CopyTicket:
         lane = self._out
         with torch.cuda.device(self._device), torch.cuda.stream(lane.stream):
-            slots = table.slots(block, lane.stream)
+            slots = table.find_slots(block, lane.stream)
             size = block.cells * self._cell_bytes
-            target = buffer[:size] if buffer.is_cuda else lane.memory(size)
-            layers = self._layers(block)
+            target = buffer[:size] if buffer.is_cuda else lane.get_memory(size)
+            layers = self._local_layers(block)
             if len(self._parts) == 1:
-                gather(self._buffer, slots, *layers, target)
+                gather_rows(self._buffer, slots, *layers, target)
             else:
                 gather_parts(self._buffer, self._parts, slots, *layers, target)
             if not buffer.is_cuda:
                 buffer[:size].copy_(target, non_blocking=True)
             return _CopyEvent(lane.stream)
 
-    def scatter(self, table: Any, block: Block, buffer: torch.Tensor) -> CopyTicket:
+    def scatter_block(self, table: _Table, block: Block, buffer: torch.Tensor) -> CopyTicket:
         lane = self._in
         with torch.cuda.device(self._device), torch.cuda.stream(lane.stream):
-            slots = table.slots(block, lane.stream)
+            slots = table.find_slots(block, lane.stream)
             size = block.cells * self._cell_bytes
             source = buffer[:size]
             if not buffer.is_cuda:
-                source = lane.memory(size)
+                source = lane.get_memory(size)
                 source.copy_(buffer[:size], non_blocking=True)
-            layers = self._layers(block)
+            layers = self._local_layers(block)
             if len(self._parts) == 1:
-                scatter(self._buffer, slots, *layers, source)
+                scatter_rows(self._buffer, slots, *layers, source)
             else:
                 scatter_parts(self._buffer, self._parts, slots, *layers, source)
             return _CopyEvent(lane.stream)
 
-    def _layers(self, block: Block) -> tuple[int, int]:
-        """The block's layers, numbered in this plane."""
+    def _local_layers(self, block: Block) -> tuple[int, int]:
+        """Return the block's layers, numbered within this plane."""
         return block.layer_start - self.first_layer, block.layer_stop - self.first_layer

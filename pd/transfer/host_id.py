@@ -1,4 +1,4 @@
-"""Tells which processes share a host."""
+"""Identifies the host of a process."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from pathlib import Path
 
 
 def host_id() -> str:
-    """A name that is equal for processes which can exchange CUDA IPC handles and find each other by
-    process id: one boot of one kernel, and the same pid and ipc namespaces."""
+    """Return a name that two processes share if they can exchange CUDA IPC handles and find each
+    other by process id.
+
+    It stands for one boot of one kernel, and for the pid and ipc namespaces.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     spaces = (os.stat(f"/proc/self/ns/{name}").st_ino for name in ("pid", "ipc"))
     return ":".join([boot, *map(str, spaces)])

@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pd.core.errors import TransferError
-from pd.kernels.kv_copy import row_bytes
+from pd.kernels.kv_copy import count_row_bytes
+from pd.transfer.ranges import Block, check_pages
 
 if TYPE_CHECKING:
-    from pd.core.messages import Reservation
-    from pd.transfer.base import KVBuffer
-    from pd.transfer.ranges import Block
+    from pd.transfer.kv_buffer import IntArray, KVBuffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +20,35 @@ class PlaneShape:
         index: number of the plane in its pool.
         layers: its layers, numbered through all planes.
         cell_bytes: size of one token's vectors in one layer, with all heads.
-        group: planes of one group are cached together.
+        group: number of its group; planes of one group are cached together.
     """
 
     index: int
     layers: range
     cell_bytes: int
     group: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MissingTokens:
+    """Tokens of a prompt that a decode node lacks.
+
+    Attributes:
+        cached: for each group of planes, the number of leading tokens the node has already.
+        stop: number of tokens of the prompt.
+    """
+
+    cached: tuple[int, ...]
+    stop: int
+
+    @property
+    def start(self) -> int:
+        """First token missing in some plane."""
+        return min(self.cached)
+
+    def of_group(self, group: int) -> range:
+        """Return the tokens missing in the planes of a group."""
+        return range(self.cached[group], self.stop)
 
 
 class PoolShape:
@@ -49,8 +69,8 @@ class PoolShape:
         self._of_layer = tuple(plane for plane in planes for _ in plane.layers)
 
     @classmethod
-    def of(cls, pool: KVBuffer) -> PoolShape:
-        """Take the sizes from a pool.
+    def from_pool(cls, pool: KVBuffer) -> PoolShape:
+        """Read the sizes from a pool.
 
         Raises:
             ValueError: a plane is not one contiguous 5-D tensor.
@@ -61,12 +81,12 @@ class PoolShape:
             if not buffer.is_contiguous() or buffer.dim() != 5:
                 raise ValueError(f"a plane is one contiguous 5-D tensor, not {tuple(buffer.shape)}")
             layers = range(first, first + buffer.shape[0])
-            cell_bytes = buffer.shape[1] * row_bytes(buffer) * len(plane.parts)
+            cell_bytes = buffer.shape[1] * count_row_bytes(buffer) * len(plane.parts)
             planes.append(PlaneShape(index, layers, cell_bytes, plane.spec.group))
         return cls(pool.layout.page_size, pool.planes[0].buffer.shape[2], tuple(planes))
 
     def __str__(self) -> str:
-        """Name the layers in messages, those of each plane if there are several."""
+        """Describe the layers for messages, those of each plane if there are several."""
         layers = f"{self.num_layers} layers"
         if len(self.planes) == 1:
             return layers
@@ -74,65 +94,71 @@ class PoolShape:
         return f"{layers}, in planes of {planes}"
 
     def plane_of(self, block: Block) -> PlaneShape:
-        """Return the plane that a block of this pool is of."""
+        """Return the plane of a block."""
         return self._of_layer[block.layer_start]
 
     def is_in_one_plane(self, block: Block) -> bool:
-        """Whether a block has layers, all of them are the pool's, and of one plane."""
+        """Whether the layers of a block exist, and belong to one plane."""
         if not 0 <= block.layer_start < block.layer_stop <= self.num_layers:
             return False
         return block.layer_stop <= self._of_layer[block.layer_start].layers.stop
 
     def num_bytes(self, block: Block) -> int:
-        """Return the bytes of a block, which is in one plane."""
+        """Return the size of a block."""
         return block.cells * self._of_layer[block.layer_start].cell_bytes
 
     def missing_bytes(self, tokens: MissingTokens) -> int:
-        """Return the bytes of all that a decode node lacks."""
+        """Return the size of all the KV that a decode node lacks."""
         return sum(
             len(tokens.of_group(plane.group)) * len(plane.layers) * plane.cell_bytes
             for plane in self.planes
         )
 
+    def missing_tokens(self, cached: tuple[int, ...], num_tokens: int) -> MissingTokens:
+        """Check the numbers of cached tokens of a prompt of ``num_tokens``.
 
-@dataclass(frozen=True, slots=True)
-class MissingTokens:
-    """Tokens of a prompt that a decode node lacks.
+        Raises:
+            ValueError: there is not one number per group of planes, or one exceeds the prompt.
+        """
+        groups = 1 + max(plane.group for plane in self.planes)
+        if len(cached) != groups:
+            raise ValueError(f"tokens in {len(cached)} groups of planes; there are {groups}")
+        for held in cached:
+            if not 0 <= held <= num_tokens:
+                raise ValueError(f"{held} tokens of a prompt of {num_tokens}")
+        return MissingTokens(tuple(cached), num_tokens)
 
-    Attributes:
-        cached: leading tokens that it has already, for each group of planes.
-        stop: tokens of the prompt.
-    """
+    def check_pages(self, pages: IntArray, tokens: MissingTokens) -> None:
+        """Raise ValueError unless a page table covers the tokens and lies inside the pool."""
+        check_pages(pages, self.page_size, self.num_slots, tokens.start, tokens.stop)
 
-    cached: tuple[int, ...]
-    stop: int
+    def make_blocks(
+        self,
+        tokens: MissingTokens,
+        token_start: int,
+        token_stop: int,
+        layer_start: int,
+        layer_stop: int,
+    ) -> list[Block]:
+        """Divide the arguments of :meth:`pd.transfer.base.Sender.send` into blocks.
 
-    @property
-    def start(self) -> int:
-        """First token that is missing in some plane."""
-        return min(self.cached)
+        Returns:
+            one block for each plane that needs something, because a block never crosses a plane,
+            without the tokens that D holds in the planes of its group.
 
-    def of_group(self, group: int) -> range:
-        """Return the tokens that are missing in the planes of a group."""
-        return range(self.cached[group], self.stop)
-
-
-def missing_tokens(shape: PoolShape, cached: tuple[int, ...], num_tokens: int) -> MissingTokens:
-    """Check the numbers of cached tokens of a prompt of ``num_tokens``. Raises ValueError unless
-    there is one for each group of planes, from 0 to the length of the prompt."""
-    groups = 1 + max(plane.group for plane in shape.planes)
-    if len(cached) != groups:
-        raise ValueError(f"tokens in {len(cached)} groups of planes; there are {groups}")
-    for held in cached:
-        if not 0 <= held <= num_tokens:
-            raise ValueError(f"{held} tokens of a prompt of {num_tokens}")
-    return MissingTokens(tuple(cached), num_tokens)
-
-
-def wanted_tokens(shape: PoolShape, reservation: Reservation, num_tokens: int) -> MissingTokens:
-    """Tokens of a prompt of ``num_tokens`` that D does not hold yet. Raises TransferError when the
-    reservation claims more tokens than the prompt has, or not a number for each group of planes."""
-    try:
-        return missing_tokens(shape, reservation.cached, num_tokens)
-    except ValueError as error:
-        raise TransferError(f"{reservation.sender} says that it holds {error}") from error
+        Raises:
+            ValueError: the range exceeds the room's tokens or the pool's layers.
+        """
+        if not tokens.start <= token_start <= token_stop <= tokens.stop:
+            raise ValueError(
+                f"tokens [{token_start}, {token_stop}) are not in [{tokens.start}, {tokens.stop})"
+            )
+        if not 0 <= layer_start <= layer_stop <= self.num_layers:
+            raise ValueError(f"layers [{layer_start}, {layer_stop}) are not in the pool")
+        blocks = []
+        for plane in self.planes:
+            first, stop = max(layer_start, plane.layers.start), min(layer_stop, plane.layers.stop)
+            start = max(token_start, tokens.cached[plane.group])
+            if first < stop and start < token_stop:
+                blocks.append(Block(start, token_stop, first, stop))
+        return blocks

@@ -1,4 +1,4 @@
-"""Token and layer ranges: their checks, their division into frames, and the slots they fill."""
+"""Token and layer ranges: how we divide them, and the slots they fill."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pd.kernels.paging import page_count
+from pd.kernels.paging import count_needed_pages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import numpy.typing as npt
 
-    from pd.transfer.base import IntArray
-    from pd.transfer.pool_shape import MissingTokens, PoolShape
+    from pd.transfer.kv_buffer import IntArray
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A half-open token range of a half-open layer range, whose layers are of one plane."""
+    """A half-open token range of a half-open layer range. All its layers are of one plane."""
 
     token_start: int
     token_stop: int
@@ -33,10 +32,10 @@ class Block:
         return (self.token_stop - self.token_start) * (self.layer_stop - self.layer_start)
 
     def split(self, max_cells: int) -> Iterator[Block]:
-        """Parts of at most ``max_cells`` that cover the block once, layer by layer.
+        """Yield parts of at most ``max_cells`` cells that cover the block once, layer by layer.
 
-        Tokens are kept together before layers are: a long run of tokens in one layer is what
-        adjacent pages turn into one stretch of memory.
+        We keep tokens together before layers, because adjacent pages turn a long run of tokens in
+        one layer into one stretch of memory.
         """
         if not self.cells:
             return
@@ -48,38 +47,12 @@ class Block:
                 yield Block(token, min(token + tokens, self.token_stop), layer, layer_stop)
 
 
-def checked_blocks(
-    shape: PoolShape,
-    tokens: MissingTokens,
-    token_start: int,
-    token_stop: int,
-    layer_start: int,
-    layer_stop: int,
-) -> list[Block]:
-    """The blocks that :meth:`pd.transfer.base.Sender.send` is asked to send: one for each plane of
-    which something is wanted, since a block never crosses a plane, without the tokens that D holds
-    in the planes of its group. Raises ValueError unless the range lies inside the room's tokens and
-    the pool's layers."""
-    if not tokens.start <= token_start <= token_stop <= tokens.stop:
-        raise ValueError(
-            f"tokens [{token_start}, {token_stop}) are not in [{tokens.start}, {tokens.stop})"
-        )
-    if not 0 <= layer_start <= layer_stop <= shape.num_layers:
-        raise ValueError(f"layers [{layer_start}, {layer_stop}) are not in the pool")
-    blocks = []
-    for plane in shape.planes:
-        first, stop = max(layer_start, plane.layers.start), min(layer_stop, plane.layers.stop)
-        start = max(token_start, tokens.cached[plane.group])
-        if first < stop and start < token_stop:
-            blocks.append(Block(start, token_stop, first, stop))
-    return blocks
-
-
-def slot_runs(
+def find_slot_runs(
     pages: IntArray, page_size: int, token_start: int, token_stop: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """First and last-plus-one slots of the runs that hold tokens ``[token_start, token_stop)``, a
-    range that is not empty, in token order. Adjacent pages become one run.
+    """Return first and last-plus-one slots of the runs that hold a token range, in token order.
+
+    Adjacent pages become one run. The range must not be empty.
     """
     first, last = token_start // page_size, (token_stop - 1) // page_size
     used = pages[first : last + 1].astype(np.int64)
@@ -99,7 +72,7 @@ def check_pages(
         raise ValueError(f"tokens [{token_start}, {token_stop}) are not a range")
     if token_start == token_stop:
         return
-    used = pages[token_start // page_size : page_count(token_stop, page_size)]
+    used = pages[token_start // page_size : count_needed_pages(token_stop, page_size)]
     if len(pages) * page_size < token_stop:
         raise ValueError(f"{len(pages)} pages of {page_size} cannot hold tokens up to {token_stop}")
     if used.min() < 0 or (int(used.max()) + 1) * page_size > num_slots:

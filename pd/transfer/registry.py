@@ -1,4 +1,4 @@
-"""Makes the manager that ``--transfer-backend`` names."""
+"""Makes the manager for ``--transfer-backend``."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pd.transfer.backend import TransferBackend
-    from pd.transfer.base import KVBuffer, TransferManager
+    from pd.transfer.base import TransferManager
+    from pd.transfer.kv_buffer import KVBuffer
 
 logger = logging.getLogger(__name__)
 
-# What ``auto`` offers, in order of preference; each pair uses the first that works for it.
+# Backends that ``auto`` offers, in order of preference. Each pair uses the first that works for it.
 AUTO = ("nvlink", "nixl", "tcp")
 
-# Names of packages' backends, which stand on command lines, in logs and in metrics.
+# Names of packages' backends appear on command lines, in logs and in metrics.
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 _BUILT_IN: dict[str, TransferBackend] = {
@@ -39,12 +40,12 @@ _BUILT_IN: dict[str, TransferBackend] = {
 
 
 def backend_names() -> tuple[str, ...]:
-    """Names of all backends, those of other packages last."""
-    return (*_BUILT_IN, *(name for name in sorted(find_outside()) if not _why_ignored(name)))
+    """Return the names of all backends, with those of other packages last."""
+    return (*_BUILT_IN, *(name for name in sorted(find_outside()) if not _find_name_fault(name)))
 
 
-def _why_ignored(name: str) -> str:
-    """Reason why no package can offer a backend of this name; empty if one can."""
+def _find_name_fault(name: str) -> str:
+    """Return why no package can offer a backend of this name; empty if one can."""
     if name == "auto" or name in _BUILT_IN:
         return "the name is pd's own"
     if not _NAME.fullmatch(name):
@@ -54,42 +55,42 @@ def _why_ignored(name: str) -> str:
 
 def _warn_of_ignored_names() -> None:
     for name, offers in find_outside().items():
-        why = _why_ignored(name)
+        why = _find_name_fault(name)
         if why:
             packages = ", ".join(offer.package for offer in offers)
             logger.warning("the transfer backend %r of %s is ignored: %s", name, packages, why)
 
 
 def find_backend(name: str) -> TransferBackend:
-    """The backend of a name other than ``auto``; built-in ones cannot be replaced.
+    """Return the backend of a name other than ``auto``. Packages cannot replace built-in ones.
 
     Raises:
         UsageError: there is none, or several packages offer it.
-        SetupError: the package that offers it is broken.
+        SetupError: its package is broken.
     """
     if name in _BUILT_IN:
         return _BUILT_IN[name]
-    offers = [] if _why_ignored(name) else find_outside().get(name, [])
+    offers = [] if _find_name_fault(name) else find_outside().get(name, [])
     if not offers:
         names = ", ".join(("auto", *backend_names()))
         raise UsageError(f"unknown transfer backend {name!r}; choose one of {names}")
     if len(offers) > 1:
         packages = ", ".join(offer.package for offer in offers)
         raise UsageError(f"transfer backend {name} is offered by {packages}; keep one of them")
-    return offers[0].load()
+    return offers[0].load_backend()
 
 
 def check_backend(
     name: str, fake_script: Path | None = None, device: str = "auto", tp_size: int = 1
 ) -> None:
-    """Refuse a backend that cannot work with any pool here, before a model is loaded.
+    """Refuse a backend that cannot work with any pool here, before we load a model.
 
     Args:
         device: value of ``--device``.
         tp_size: value of ``--tp-size``.
 
     Raises:
-        UsageError: the backend is unknown or does not go with ``tp_size``, or the script is bad or
+        UsageError: the backend is unknown or does not support ``tp_size``, or the script is bad or
             for another backend.
         SetupError: the backend cannot work on this machine, or its package is broken.
     """
@@ -123,25 +124,25 @@ def make_transfer_manager(
     trust_network: bool = False,
     fake_script: Path | None = None,
 ) -> TransferManager:
-    """The manager of one node; it listens when this returns.
+    """Make the manager of one node. It listens when this returns.
 
     Args:
-        name: a backend's name; ``auto`` offers what works here of ``AUTO``.
-        trust_network: ``auto`` may offer backends whose library opens ports to all that reach
-            them (``--trust-network``).
+        name: name of a backend. With ``auto`` we offer each of ``AUTO`` that works here.
+        trust_network: lets ``auto`` offer backends whose library opens ports without authentication
+            (``--trust-network``).
         host, advertise_host, cluster_key, fake_script: see
             :class:`~pd.transfer.backend.TransferSetup`.
 
     Raises:
-        UsageError: unknown backend, bad script, or no cluster key where one is needed.
-        SetupError: the backend cannot work here or the address cannot be used.
+        UsageError: the backend is unknown, the script is bad, or a cluster key is missing.
+        SetupError: the backend cannot work here, or the address cannot be used.
     """
     check_backend(name, fake_script, pool.memory.device.type, len(pool.planes[0].parts))
     _warn_of_ignored_names()
     if trust_network:
         logger.warning(
-            "--trust-network: transfer libraries may open ports that ask nobody for the cluster "
-            "key; none but this deployment's hosts must reach this one"
+            "--trust-network: transfer libraries may open unauthenticated ports; let only this "
+            "deployment's hosts reach this one"
         )
     setup = TransferSetup(
         pool=pool,
@@ -152,17 +153,17 @@ def make_transfer_manager(
         may_open_ports=name != "auto" or trust_network,
         fake_script=fake_script,
     )
-    return _make_auto(setup) if name == "auto" else _make(name, setup)
+    return _make_auto(setup) if name == "auto" else _make_manager(name, setup)
 
 
 def _make_auto(setup: TransferSetup) -> TransferManager:
-    """The backends of ``AUTO`` that work here, behind one manager if they are several."""
+    """Make the backends of ``AUTO`` that work here, in one manager if they are several."""
     managers: list[TransferManager] = []
     for name in AUTO:
         reason = _auto_obstacle(name, setup)
         try:
             if reason is None:
-                managers.append(_make(name, setup))
+                managers.append(_make_manager(name, setup))
         except SetupError as error:
             if name == AUTO[-1]:
                 for manager in managers:
@@ -179,14 +180,14 @@ def _make_auto(setup: TransferSetup) -> TransferManager:
 
 
 def _auto_obstacle(name: str, setup: TransferSetup) -> str | None:
-    """Return why ``auto`` cannot offer a backend, as far as is known before it is loaded."""
+    """Return why ``auto`` cannot offer a backend, as far as we know before loading it."""
     backend = _BUILT_IN[name]
     if len(setup.pool.planes[0].parts) > 1 and backend.one_device:
         return "it moves the KV of one device, and --tp-size divides it among several"
     return backend.obstacle(setup.pool.memory.device.type)
 
 
-def _make(name: str, setup: TransferSetup) -> TransferManager:
+def _make_manager(name: str, setup: TransferSetup) -> TransferManager:
     try:
         return find_backend(name).make(setup)
     except ImportError as error:
@@ -198,5 +199,5 @@ def _make(name: str, setup: TransferSetup) -> TransferManager:
 
 
 def manager_class(name: str) -> Callable[..., TransferManager]:
-    """The class of a backend's managers. Raises ImportError if it cannot be loaded."""
+    """Return the class of a backend's managers. Raises ImportError if it cannot be loaded."""
     return find_backend(name).manager_class()

@@ -96,7 +96,7 @@ class TestEvaluation:
         path = tmp_path / "some_server.json"
         flags = ("--skill", "faq", "--limit", "4", "--server", "one thread", "--output", str(path))
         assert run(monkeypatch, server, *flags) == 0
-        section = render_benchmarks.section(path)
+        section = render_benchmarks.section(path, set())
         assert "| faq | 4 | 4 | 0 | 100.00% | 95.00% | True |" in section
         assert "server one thread" in section
 

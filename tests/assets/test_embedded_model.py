@@ -18,20 +18,22 @@ from embedded.skills import Turn
 from torch.nn import functional
 
 from pd.core.node_info import KVLayout
+from pd.engine.forward_item import ForwardItem
 from pd.engine.kv_pool import KVPool
-from pd.engine.model_runner import ForwardItem, ModelRunner
+from pd.engine.model_runner import ModelRunner
 from pd.kernels.attention import AttentionBatch, make_attention_backend
-from pd.models.config import ModelConfig
+from pd.models.config_reader import read_model_config
 from pd.models.eagle import load_eagle_head
 from pd.models.eagle_config import EagleConfig
 from pd.models.loader import load_model
-from pd.proxy.chat_template import load_templates, read_config
+from pd.proxy.text.chat_template import load_templates, read_config
 
 if TYPE_CHECKING:
     from embedded.model import Qwen3
     from tokenizers import Tokenizer
 
     from pd.models.causal_lm import CausalLM
+    from pd.models.config import ModelConfig
     from pd.models.eagle import EagleHead
 
 ROOT = Path(__file__).parents[2]
@@ -100,7 +102,7 @@ def eagle_drafts(
     features = torch.empty(count, head.config.feature_size)
     target.forward(tokens, torch.arange(count), plan(attention, 0, count), features=features)
     # The first token joins zeros.
-    fused = functional.pad(head.fuse(features), (0, 0, 1, -1))
+    fused = functional.pad(head.fuse_features(features), (0, 0, 1, -1))
     own = head.config
     attention = planned(1, own.num_kv_heads, own.head_dim, own.num_heads)
     found = []
@@ -136,7 +138,7 @@ class TestDirectories:
         assert sum(sizes.values()) <= 6_000_000
 
     def test_the_model_is_qwen3_with_grouped_queries(self, assets: Path) -> None:
-        config = ModelConfig.from_pretrained(assets / "embedded")
+        config = read_model_config(assets / "embedded")
         assert config.architecture == "qwen3"
         assert config.num_heads > config.num_kv_heads
         assert config.dtype == "bfloat16"
@@ -148,13 +150,13 @@ class TestDirectories:
             assert config["vocab_size"] == tokenizer.get_vocab_size()
 
     def test_drafters_are_small(self, assets: Path) -> None:
-        draft = ModelConfig.from_pretrained(assets / export.DRAFT_DIR)
+        draft = read_model_config(assets / export.DRAFT_DIR)
         assert draft.num_layers <= 2
         for name in HEADS:
             assert export.load_eagle(assets / name).shape.layers == 1
 
     def test_heads_are_read_as_published_ones(self, assets: Path) -> None:
-        target = ModelConfig.from_pretrained(assets / export.EMBEDDED_DIR)
+        target = read_model_config(assets / export.EMBEDDED_DIR)
         eagle, eagle3 = (EagleConfig.from_pretrained(assets / name, target) for name in HEADS)
         assert (eagle.algorithm, eagle.aux_layers) == ("eagle", (target.num_layers,))
         assert (eagle3.algorithm, eagle3.aux_layers) == ("eagle3", AUX_LAYERS)
@@ -170,7 +172,7 @@ class TestLoading:
 
         directory = assets / name
         theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-        config = ModelConfig.from_pretrained(directory)
+        config = read_model_config(directory)
         ours = load_model(directory, config, dtype=torch.float32, device="cpu", progress=False)
         for example in (*few("recall-2k", 2, 600), *few("faq", 2), *few("extraction", 1)):
             prompt = tokenizer.encode(prompt_of(example), add_special_tokens=False).ids
@@ -181,7 +183,7 @@ class TestLoading:
         self, assets: Path, model: Qwen3, tokenizer: Tokenizer, name: str
     ) -> None:
         """And each draft is as good as the page says, on examples of the held-out sets."""
-        config = ModelConfig.from_pretrained(assets / export.EMBEDDED_DIR)
+        config = read_model_config(assets / export.EMBEDDED_DIR)
         settings: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "progress": False}
         target = load_model(assets / export.EMBEDDED_DIR, config, **settings)
         own = EagleConfig.from_pretrained(assets / name, config)

@@ -34,7 +34,7 @@ WRONG_LINES = [
     (changed(custom_id=7), "custom_id must be a string that is not empty, not 7"),
     (changed(custom_id=""), "not ''"),
     (changed(custom_id="x" * 600), "custom_id has 600 characters, at most 512"),
-    (changed(custom_id="a"), "custom_id 'a' is that of line 1, too"),
+    (changed(custom_id="a"), "already in line 1"),
     (changed(method="GET"), "method must be POST, not 'GET'"),
     (changed(url=None), "url must be a string that is not empty, not None"),
     (changed(body=...), "has no body"),
@@ -70,7 +70,8 @@ def test_other_wrong_lines_are_counted(
     source = tmp_path / "in.jsonl"
     source.write_text(f"{GOOD}\n{GOOD}\n[]\n\n{{")
     _, text = batch(source, tmp_path / "out.jsonl", "--url", "http://127.0.0.1:9")
-    assert "line 2: custom_id 'a' is that of line 1" in text and "2 more lines have errors" in text
+    assert "line 2: custom_id 'a' is already in line 1" in text
+    assert "2 more lines have errors" in text
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import subprocess
+import sys
+import tempfile
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -47,7 +51,7 @@ def test_after_any_cut_the_whole_lines_count(
     path = tmp_path_factory.getbasetemp() / "cut.jsonl"
     path.write_bytes(cut)
     output = open_output(path)
-    output.append(result("another"))
+    output.append_line(result("another"))
     output.close()
     whole = written[: _whole(lines, cut)]
     final = {
@@ -87,6 +91,120 @@ def test_a_replaced_file_keeps_its_mode_and_the_link_to_it(tmp_path: Path) -> No
     assert sorted(file.name for file in tmp_path.iterdir()) == ["link.jsonl", "out.jsonl"]
 
 
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o666])
+@pytest.mark.parametrize("umask", [0o000, 0o077])
+def test_a_replaced_file_never_has_more_rights_than_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, umask: int
+) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(result("a", 503) + result("b"))
+    path.chmod(mode)
+    seen = []
+    replace = os.replace
+
+    def replaced(new: str, old: Path) -> None:
+        seen.append(os.stat(new).st_mode & 0o777)
+        replace(new, old)
+
+    made = tempfile.mkstemp
+
+    def make(*args: Any, **more: Any) -> tuple[int, str]:
+        fd, name = made(*args, **more)
+        assert os.fstat(fd).st_mode & 0o777 == 0o600
+        return fd, name
+
+    monkeypatch.setattr(os, "replace", replaced)
+    monkeypatch.setattr(tempfile, "mkstemp", make)
+    before = os.umask(umask)
+    try:
+        open_output(path).close()
+    finally:
+        os.umask(before)
+    assert seen == [mode]
+    assert path.stat().st_mode & 0o777 == mode
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o027])
+def test_a_new_file_has_the_rights_that_the_umask_leaves(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        open_output(tmp_path / "out.jsonl").close()
+    finally:
+        os.umask(before)
+    assert (tmp_path / "out.jsonl").stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+PLANTED = ("link to a file", "link to nothing", "folder", "pipe", "file of a killed run")
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+def test_whatever_stands_next_to_the_file_is_left_alone(tmp_path: Path, kind: str) -> None:
+    """Others can write to the folder, and know the name of the output."""
+    path, secret = tmp_path / "out.jsonl", tmp_path / "secret"
+    path.write_bytes(result("a", 503) + result("b"))
+    path.chmod(0o644)
+    secret.write_text("a secret")
+    secret.chmod(0o600)
+    names = [f"{before}out.jsonl{after}" for before in (".", "") for after in (".new", ".tmp", "~")]
+    planted = [tmp_path / name for name in [*names, ".out.jsonl.part", "out.jsonl.bak"]]
+    for place in planted:
+        if kind == "link to a file":
+            place.symlink_to(secret)
+        elif kind == "link to nothing":
+            place.symlink_to(tmp_path / f"made-{place.name}")
+        elif kind == "folder":
+            place.mkdir()
+        elif kind == "pipe":
+            os.mkfifo(place)
+        else:
+            place.write_bytes(result("c"))
+    before = {place: place.lstat() for place in [*planted, secret]}
+    for _ in range(2):
+        open_output(path).close()
+        path.write_bytes(result("a", 503) + path.read_bytes())
+    assert secret.read_text() == "a secret" and secret.stat().st_mode & 0o777 == 0o600
+    for place, then in before.items():
+        now = place.lstat()
+        assert (now.st_ino, now.st_mode, now.st_size) == (then.st_ino, then.st_mode, then.st_size)
+    assert sorted(tmp_path.iterdir()) == sorted([*planted, secret, path])
+
+
+@pytest.mark.parametrize("failing", ["os.fsync", "os.replace", "os.fchmod", "fcntl.flock"])
+def test_nothing_stays_of_a_replacement_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(result("a", 503) + result("b"))
+    content = path.read_bytes()
+    monkeypatch.setattr("pd.batch.output._open_locked", lambda path, name: os.open(path, os.O_RDWR))
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(failing, fail)
+    with pytest.raises(SetupError, match=r"cannot write .*No space left"):
+        open_output(path)
+    monkeypatch.undo()
+    assert [file.name for file in tmp_path.iterdir()] == ["out.jsonl"]
+    assert path.read_bytes() == content
+
+
+def test_a_killed_run_does_not_block_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(result("a", 503) + result("b"))
+    program = (
+        "import os, sys; from pathlib import Path; from pd.batch.output import open_output\n"
+        "os.replace = lambda *_: os.kill(os.getpid(), 9)\n"
+        "open_output(Path(sys.argv[1]))\n"
+    )
+    for _ in range(2):
+        assert subprocess.run([sys.executable, "-c", program, str(path)]).returncode == -9
+    open_output(path).close()
+    assert list(read_results(path)) == ["b"]
+    left = [file for file in tmp_path.iterdir() if file != path]
+    assert len(left) == 2
+
+
 @pytest.mark.parametrize("content", [b"hello", b'{"id":"x"}\n', result("a") + b"{}\n", b"\xff\n"])
 def test_a_file_that_is_none_of_a_batch_is_left_alone(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
@@ -102,7 +220,7 @@ def test_two_runs_cannot_write_one_file(tmp_path: Path) -> None:
     first = open_output(path)  # has replaced it
     with pytest.raises(SetupError, match="another run writes"):
         open_output(path)
-    first.append(result("b"))
+    first.append_line(result("b"))
     first.close()
     assert list(read_results(path)) == ["a", "b"]
     open_output(path).close()
@@ -113,7 +231,7 @@ def test_a_line_that_does_not_fit_on_the_disk_is_not_there_in_part(
 ) -> None:
     path = tmp_path / "out.jsonl"
     output = open_output(path)
-    output.append(result("a"))
+    output.append_line(result("a"))
     write = os.write
 
     def full(fd: int, data: Any) -> int:
@@ -123,8 +241,8 @@ def test_a_line_that_does_not_fit_on_the_disk_is_not_there_in_part(
 
     with monkeypatch.context() as patch, pytest.raises(SetupError, match="No space left"):
         patch.setattr(os, "write", full)
-        output.append(result("b"))
-    output.append(result("c"))
+        output.append_line(result("b"))
+    output.append_line(result("c"))
     output.close()
     assert list(read_results(path)) == ["a", "c"]
 

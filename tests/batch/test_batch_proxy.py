@@ -28,7 +28,7 @@ from proxy_cluster import Cluster
 from proxy_tokenizers import byte_level
 
 from pd.batch.run import GRACE_SECONDS
-from pd.proxy.api_keys import ApiKey
+from pd.proxy.http.api_keys import ApiKey
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -154,7 +154,7 @@ def test_ctrl_c_waits_for_answers_and_a_second_one_does_not(
     text = _end(process)
     assert process.returncode == 130
     assert "2 of 4 requests succeeded, 2 have no answer yet" in text
-    assert "the same command goes on from here" in text
+    assert "the same command continues from here" in text
     assert set(read_results(out)) == {"0", "1"} and len(node.generates) == 2
 
     process = start_batch(source, out, "--url", url)

@@ -108,7 +108,7 @@ def test_what_failed_in_one_run_is_asked_again_in_the_next(
     arguments = (*files, "--url", server.url, "--max-retries", 1)
     status, text = batch(*arguments)
     assert status == 1 and "4 of 5 requests succeeded, 1 failed" in text
-    assert "the same command goes on from here" in text
+    assert "the same command continues from here" in text
     line = read_results(files[1])["id-3"]
     if failure.status:
         assert status_of(line) == failure.status and line["error"] is None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pd.bench.load.goodput import Objectives, count_good
-from pd.bench.load.measures import summarize
+from pd.bench.load.measures import summarize_records
 from pd.bench.load.records import Record
 from pd.bench.paired import CONFIDENCE, Measure, compare_runs, is_better_if_less, median_interval
 from pd.cli import bench
@@ -209,7 +209,7 @@ def loaded(
     found = {
         "valid": valid,
         "settings": {"dataset": {"name": dataset}},
-        "measures": summarize(records, goodput, gpus=2),
+        "measures": summarize_records(records, goodput, gpus=2),
         **fields,
     }
     (directory / "summary.json").write_text(json.dumps(found))
@@ -270,11 +270,11 @@ def test_a_part_of_a_run_is_not_compared(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "BEFORE and AFTER are needed, or --against; 0 names were given"),
+        ([], "give BEFORE and AFTER, or --against; 0 names were given"),
         (["missing.json", "missing.json"], "cannot read missing.json: No such file"),
-        (["--against", "HEAD"], "--against needs a benchmark behind --"),
+        (["--against", "HEAD"], "--against needs a benchmark after --"),
         (["--against", "no-such-commit", "--", "radix"], "--against no-such-commit: "),
-        (["a", "b", "--margin", "2"], "--margin is a share of at least 0 and below 1, not 2"),
+        (["a", "b", "--margin", "2"], "--margin must be at least 0 and below 1, not 2"),
         (["--against", "HEAD", "--pairs", "0", "--", "radix"], "--pairs must be at least 1, not 0"),
     ],
 )

@@ -20,10 +20,10 @@ from pd.bench.engine_steps import LoggedStep, StepLog
 from pd.bench.engine_work import Simulated, Workload, parse_work
 from pd.bench.shapes import EAGLE_SHAPES, NAMES, SHAPES, model_directory
 from pd.core.errors import UsageError
-from pd.grammar.json_schemas import prepare
 from pd.grammar.lengths import split_lengths
-from pd.models.config import ModelConfig
+from pd.models.config_reader import read_model_config
 from pd.models.eagle_config import EagleConfig
+from pd.structured.schema_rewriting import rewrite_schema
 
 FLAGS = ["engine", "--model", "embedded", "--device", "cpu", "--cpu-threads", "1"]
 
@@ -90,7 +90,9 @@ def test_steps_under_a_schema_whose_strings_have_lengths_are_measured(tmp_path) 
 
 def test_the_lengths_of_a_bounded_schema_are_counted_beside_its_grammar() -> None:
     grammar = sampling_params("schema-bounded", 0, 1).grammar
-    assert grammar is not None and split_lengths(prepare(json.loads(grammar.text))) is not None
+    assert (
+        grammar is not None and split_lengths(rewrite_schema(json.loads(grammar.text))) is not None
+    )
 
 
 def test_drafts_are_measured_beside_plain_steps(tmp_path) -> None:
@@ -145,11 +147,11 @@ def test_a_work_that_cannot_be_done_fails_and_the_others_count(tmp_path, capsys)
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["--work", "decode"], "--work decode is none of decode:BATCH (or sampled,"),
-        (["--work", "prefill:0"], "--work prefill:0 is none of"),
-        (["--work", "offline:8x32"], "--work offline:8x32 is none of"),
-        (["--profile-work", "prefill:8"], "--profile-work prefill:8 is none of decode:B, spec:B:K"),
-        (["--profile-work", "decode:1,2"], "--profile-work decode:1,2 is none of decode:B"),
+        (["--work", "decode"], "--work decode: give decode:BATCH (or sampled,"),
+        (["--work", "prefill:0"], "--work prefill:0: give"),
+        (["--work", "offline:8x32"], "--work offline:8x32: give"),
+        (["--profile-work", "prefill:8"], "--profile-work prefill:8: give decode:B, spec:B:K"),
+        (["--profile-work", "decode:1,2"], "--profile-work decode:1,2: give decode:B"),
         (["--steps", "0"], "--steps must be at least 1, not 0"),
         (["--output", "/nowhere/engine.json"], "there is no directory /nowhere"),
         (["--page-size", "3"], "--page-size must be one of"),
@@ -168,7 +170,7 @@ def test_work_without_its_flag_is_told_of_the_flag(flags, capsys) -> None:
     with pytest.raises(SystemExit):
         cli.bench(["engine", *flags, "decode:2"])
     error = capsys.readouterr().err
-    assert "what to measure is given as --work decode:2" in error
+    assert "give works as --work decode:2" in error
     assert len(error.splitlines()) == 1
 
 
@@ -185,11 +187,11 @@ def test_a_profile_holds_the_steps_of_one_work(work, tmp_path, monkeypatch, caps
     activities = SimpleNamespace(CUDA=ProfilerActivity.CPU)
     monkeypatch.setattr(engine_profile, "ProfilerActivity", activities)
 
-    def prime() -> None:
+    def load_profiler() -> None:
         with profile(activities=[ProfilerActivity.CPU]):
             torch.zeros(1).add_(1)
 
-    monkeypatch.setattr(engine_profile, "prime", prime)
+    monkeypatch.setattr(engine_profile, "load_profiler", load_profiler)
     monkeypatch.setattr(engine_profile, "_PLAIN", 6)
     path = tmp_path / "trace.json.gz"
     flags = ["--work", "verify:1:1", "--context", "24", "--steps", "10", "--profile-work", work]
@@ -228,22 +230,22 @@ def test_intervals_lie_between_neighbours_of_the_same_batch() -> None:
         LoggedStep(9.5, 2, True, 13.0, 2),
         LoggedStep(9.75, 2, True, 14.0, 2),
     ]
-    assert log.intervals(2) == [(0.5, 11.0, 2), (0.25, 14.0, 2)]
-    assert log.intervals(1) == []
+    assert log.find_intervals(2) == [(0.5, 11.0, 2), (0.25, 14.0, 2)]
+    assert log.find_intervals(1) == []
 
 
 def test_named_models_have_a_configuration() -> None:
     for name in NAMES:
-        assert ModelConfig.from_pretrained(model_directory(name)).num_layers > 0
+        assert read_model_config(model_directory(name)).num_layers > 0
     for name in EAGLE_SHAPES:
-        target = ModelConfig.from_pretrained(model_directory(name.removesuffix("-eagle3")))
+        target = read_model_config(model_directory(name.removesuffix("-eagle3")))
         assert EagleConfig.from_pretrained(model_directory(name), target).num_layers == 1
     found = {path.name for path in model_directory(SHAPES[0]).parent.iterdir()}
     assert {*SHAPES, *EAGLE_SHAPES} == found
 
 
 def roofline(name: str, num_gpus: int = 1) -> Roofline:
-    config = ModelConfig.from_pretrained(model_directory(name))
+    config = read_model_config(model_directory(name))
     return Roofline(config, 2, CEILINGS["NVIDIA H200"], num_gpus)
 
 
@@ -251,22 +253,24 @@ def test_the_roofline_of_the_8b_shape() -> None:
     """As in the reference numbers, which were made independently."""
     model = roofline("llama-3.1-8b")
     for batch, milliseconds in ((1, 3.5), (8, 3.7), (32, 4.5), (64, 5.6), (128, 7.7), (256, 11.9)):
-        assert model.decode(batch, 1080) * 1e3 == pytest.approx(milliseconds, rel=0.02)
-    assert model.prefill(8192) * 1e3 == pytest.approx(165, rel=0.01)
-    assert model.prefill(32768) * 1e3 == pytest.approx(920, rel=0.01)
+        assert model.decode_seconds(batch, 1080) * 1e3 == pytest.approx(milliseconds, rel=0.02)
+    assert model.prefill_seconds(8192) * 1e3 == pytest.approx(165, rel=0.01)
+    assert model.prefill_seconds(32768) * 1e3 == pytest.approx(920, rel=0.01)
     # 16 tokens are computed: weights and the whole prompt's KV are read.
     weights = 32 * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336) + 4096 * 128256
     cached = (2 * weights + 32752 * 131072) / 4.33e12
-    assert model.prefill(32768, cached=32752) == pytest.approx(cached)
-    assert model.offline(512, 1024, 128, 256) == pytest.approx(
-        512 * model.prefill(1024) + 2 * 127 * model.decode(256, 1088)
+    assert model.prefill_seconds(32768, cached=32752) == pytest.approx(cached)
+    assert model.offline_seconds(512, 1024, 128, 256) == pytest.approx(
+        512 * model.prefill_seconds(1024) + 2 * 127 * model.decode_seconds(256, 1088)
     )
-    assert roofline("llama-3.1-8b", 2).decode(8, 1024) == pytest.approx(model.decode(8, 1024) / 2)
+    assert roofline("llama-3.1-8b", 2).decode_seconds(8, 1024) == pytest.approx(
+        model.decode_seconds(8, 1024) / 2
+    )
 
 
 def test_the_roofline_of_experts_grows_with_those_that_a_batch_touches() -> None:
     model = roofline("mixtral-8x1b")
-    one, many = model.decode(1, 1), model.decode(64, 1)
+    one, many = model.decode_seconds(1, 1), model.decode_seconds(64, 1)
     layer, expert = 2 * 2048 * (2048 + 256) + 2048 * 8, 3 * 2048 * 5632
     head = 2048 * 32000
     assert one == pytest.approx(2 * (22 * (layer + 2 * expert) + head) / 4.33e12, rel=1e-3)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import pytest
 from tokenizers import Tokenizer
 
-from pd.bench.proxy import Streamed, added_beside_texts, added_seconds, arrivals, rate_of_all
+from pd.bench.proxy import Streamed, added_beside_texts, added_seconds, find_arrivals, rate_of_all
 from pd.bench.proxy_load import random_prose
 from pd.bench.serve_client import BenchCompletion
 from pd.cli import bench
 from pd.embedded import EMBEDDED_MODEL
-from pd.proxy.tokenized_pieces import PieceEncoder
+from pd.proxy.text.tokenized_pieces import PieceEncoder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -79,11 +79,11 @@ def test_tokens_of_one_event_were_sent_one_after_the_other() -> None:
 def test_an_event_that_is_counted_as_one_may_hold_more() -> None:
     sent = [1.0, 2.0, 3.0, 4.0, 5.0]
     first_holds_two = BenchCompletion(0.0, times=[2.1, 3.1, 4.1, 5.1], counts=[1] * 4)
-    assert arrivals(first_holds_two, sent) == [2.1, 2.1, 3.1, 4.1, 5.1]
+    assert find_arrivals(first_holds_two, sent) == [2.1, 2.1, 3.1, 4.1, 5.1]
     third_holds_two = BenchCompletion(0.0, times=[1.1, 2.1, 4.1, 5.1], counts=[1] * 4)
-    assert arrivals(third_holds_two, sent) == [1.1, 2.1, 4.1, 4.1, 5.1]
+    assert find_arrivals(third_holds_two, sent) == [1.1, 2.1, 4.1, 4.1, 5.1]
     all_at_once = BenchCompletion(0.0, times=[6.0], counts=[1])
-    assert arrivals(all_at_once, sent) == [6.0] * 5
+    assert find_arrivals(all_at_once, sent) == [6.0] * 5
 
 
 def test_tokens_that_were_sent_while_streams_began_do_not_count() -> None:
@@ -100,7 +100,7 @@ def test_tokens_that_were_sent_while_a_text_was_under_way_are_told_apart() -> No
 def test_hardly_a_piece_of_a_long_text_is_one_of_another() -> None:
     """Otherwise tokens of pieces that the proxy keeps would be measured."""
     tokenizer = Tokenizer.from_file(str(EMBEDDED_MODEL / "tokenizer.json"))
-    encoder = PieceEncoder.of(tokenizer)
+    encoder = PieceEncoder.from_tokenizer(tokenizer)
     assert encoder is not None
     for seed in range(3):
         text = random_prose(seed, 100_000)

@@ -15,10 +15,11 @@ import pytest
 from lacking import skip_or_fail
 from matplotlib.image import imread
 
-from pd.bench.load.measures import summarize
+from pd.bench.load.measures import summarize_records
 from pd.bench.load.records import Record, write_records
 from pd.bench.page.charts import charts_of
 from pd.bench.page.runs import read_run
+from pd.bench.report import without_absolute_paths
 from pd.cli import bench
 
 HOSTILE = "<script>alert('$x^2$')</script>"
@@ -61,7 +62,7 @@ def make_run(
         "date": "2026-01-02",
         "machine": {"cpu": HOSTILE},
         "complaints": list(complaints),
-        "measures": summarize(records),
+        "measures": summarize_records(records),
         "server": {"transfers": {"tcp": {"count": 3.0, "gigabytes_per_s": 1.25}}},
         **fields,
     }
@@ -141,7 +142,7 @@ def test_a_run_in_which_nothing_was_answered_has_a_page(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a")
     (run / "requests.jsonl").write_text("")
     summary = json.loads((run / "summary.json").read_text())
-    summary["measures"] = summarize([])
+    summary["measures"] = summarize_records([])
     (run / "summary.json").write_text(json.dumps(summary))
     assert "a, ttft" in report(tmp_path, str(run))
 
@@ -192,7 +193,7 @@ def test_two_runs_of_one_name_are_refused(
 def test_charts_are_drawn_in_both_themes(tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path / "a"), "a")
     for chart in charts_of([run], []):
-        light, dark = chart.svg("light"), chart.svg("dark")
+        light, dark = chart.draw_svg("light"), chart.draw_svg("dark")
         assert "#ffffff" in light
         assert "#12181f" in dark
         assert "mathdefault" not in light
@@ -225,3 +226,16 @@ def test_a_browser_without_a_network_shows_it(
     # Charts have lines of the first colour, wherever they are.
     blue = np.abs(pixels - np.array([0x2F, 0x6F, 0xDE])).sum(axis=2) < 12
     assert blue.sum() > 200
+
+
+@pytest.mark.parametrize(
+    ("command", "written"),
+    [
+        ("pd-bench engine --output /tmp/o/x.json", "pd-bench engine --output x.json"),
+        ("python b.py --version now=/tmp/trees/new", "python b.py --version now=new"),
+        (f"pd-bench radix --output {Path.cwd()}/out/x.json", "pd-bench radix --output out/x.json"),
+        ("pd-bench serve --url http://h:1/v1/x --endpoint /generate", None),
+    ],
+)
+def test_result_files_name_no_path_of_the_machine(command: str, written: str | None) -> None:
+    assert without_absolute_paths(command) == (written or command)

@@ -11,9 +11,10 @@ import pytest
 from cluster import Cluster
 
 from pd import cli
+from pd.bench.load.endpoints import Completions
 from pd.bench.load.records import read_records
 from pd.bench.serve import MixedLoad, Prompts, measure_unloaded
-from pd.bench.serve_client import CompletionReception, Server
+from pd.bench.serve_client import BenchRequest, CompletionReception, Server
 from pd.core.errors import NodeFailedError, UsageError
 from pd.embedded import EMBEDDED_MODEL
 from pd.proxy.config import ProxyConfig
@@ -177,7 +178,7 @@ def test_what_is_left_out_of_a_load_has_its_default() -> None:
 
 async def reception(*pieces: tuple[float, bytes]) -> CompletionReception:
     """As if these pieces had come at these times."""
-    made = CompletionReception()
+    made = CompletionReception(Completions())
     made._pieces = list(pieces)
     return made
 
@@ -212,15 +213,15 @@ def test_an_event_may_lie_in_two_chunks_and_chunks_may_be_of_no_token() -> None:
 def test_failures_are_told() -> None:
     refused = b"HTTP/1.1 429 Too Many\r\nContent-Length: 4\r\n\r\nfull"
     assert asyncio.run(reception((1.0, refused))).completion().error == "HTTP status 429: full"
-    assert asyncio.run(reception()).completion().error == "no answer"
+    assert asyncio.run(reception()).completion().error == "the connection ended without an answer"
     broken = HEAD + chunk(b'data: {"error": {"message": "gone"}}\n\n')
     assert "gone" in str(asyncio.run(reception((1.0, broken))).completion().error)
 
 
 def test_an_answer_of_another_length_is_refused(served) -> None:
     class Shorter(Server):
-        def request(self, prompt: list[int], max_tokens: int) -> bytes:
-            return super().request(prompt, max_tokens - 1)
+        def make_request(self, prompt: list[int], max_tokens: int) -> BenchRequest:
+            return super().make_request(prompt, max_tokens - 1)
 
     server = Shorter(served.url, None)
     with pytest.raises(NodeFailedError, match="3 tokens came, not 4"):

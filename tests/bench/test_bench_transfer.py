@@ -18,8 +18,7 @@ from e2e.backends import MOONCAKE, NIXL
 from pd import cli
 from pd.bench import transfer_control
 from pd.bench.transfer_ends import SourceEnd, TargetEnd, send_as_nodes
-from pd.bench.transfer_spec import TransferSpec, load_shape
-from pd.bench.transfer_spec import row as result_row
+from pd.bench.transfer_spec import TransferSpec, load_shape, make_row
 from pd.core.errors import TransferError, UsageError
 
 if TYPE_CHECKING:
@@ -161,14 +160,14 @@ def test_shapes_come_from_a_name_a_directory_or_a_config(tmp_path) -> None:
 class CorruptTarget(TargetEnd):
     """Loses one bit of what it received."""
 
-    def _commit(self, message):
-        answer = super()._commit(message)
+    def _handle_commit(self, message):
+        answer = super()._handle_commit(message)
         self._opened.pool.planes[0].buffer.view(torch.int16)[3, 1, int(self._pages[2]) * 16] ^= 1
         return answer
 
 
 def test_bytes_that_differ_fail_the_measurement() -> None:
-    listener = transfer_control.listen("127.0.0.1", 0, None)
+    listener = transfer_control.open_listener("127.0.0.1", 0, None)
     threading.Thread(target=_serve, args=(listener, CorruptTarget), daemon=True).start()
     sock = transfer_control.connect_socket("127.0.0.1", listener.getsockname()[1], None)
     control = transfer_control.Control(sock)
@@ -202,12 +201,12 @@ def test_two_ends_measure_over_every_library(tmp_path) -> None:
 class ElsewhereTarget(TargetEnd):
     """Has its pool on another device than P thinks."""
 
-    def _open(self, message):
-        return super()._open(message) | {"target_device": "cuda:7"}
+    def _handle_open(self, message):
+        return super()._handle_open(message) | {"target_device": "cuda:7"}
 
 
 def test_the_decode_end_says_where_its_pool_is() -> None:
-    listener = transfer_control.listen("127.0.0.1", 0, None)
+    listener = transfer_control.open_listener("127.0.0.1", 0, None)
     threading.Thread(target=_serve, args=(listener, ElsewhereTarget), daemon=True).start()
     sock = transfer_control.connect_socket("127.0.0.1", listener.getsockname()[1], None)
     control = transfer_control.Control(sock)
@@ -216,7 +215,7 @@ def test_the_decode_end_says_where_its_pool_is() -> None:
     finally:
         control.close()
         listener.close()
-    assert result_row(found)["device"] == "cpu,cuda:7"
+    assert make_row(found)["device"] == "cpu,cuda:7"
 
 
 @contextlib.contextmanager

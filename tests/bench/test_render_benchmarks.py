@@ -43,3 +43,20 @@ def test_null_is_an_empty_cell_of_a_column_of_numbers() -> None:
 
 def test_a_result_without_a_page_has_only_its_table(tmp_path: Path) -> None:
     assert render_benchmarks.findings(tmp_path / "none.md", ROWS) == ""
+
+
+def test_every_result_file_is_on_one_page_which_the_summary_links() -> None:
+    pages = render_benchmarks.render()
+    summary = pages[render_benchmarks.DOCS / "benchmarks.md"]
+    for path in render_benchmarks.RESULTS.glob("*.json"):
+        (page,) = [page for page, text in pages.items() if f"\n## {path.stem}\n" in text]
+        assert f"(benchmarks/{page.name}#{path.stem})" in summary
+
+
+def test_a_result_file_without_a_topic_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "unheard_of.json").write_text("{}")
+    monkeypatch.setattr(render_benchmarks, "RESULTS", tmp_path)
+    with pytest.raises(SystemExit, match=r"unheard_of\.json: belongs to no topic"):
+        render_benchmarks.render()

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from programs import import_program
 
 if TYPE_CHECKING:
+    from pathlib import Path
     from types import ModuleType
-
-PROGRAM = Path(__file__).parents[2] / "benchmarks" / "speculation.py"
 
 
 @pytest.fixture(scope="module")
 def program() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("speculation_benchmark", PROGRAM)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return import_program("benchmarks/speculation.py")
 
 
 def settings(max_running: int, sizes: list[int] | None = None) -> dict[str, Any]:

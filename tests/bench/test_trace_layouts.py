@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from programs import import_program
 
 from pd.bench.load.records import Record, write_records
 
 if TYPE_CHECKING:
+    from pathlib import Path
     from types import ModuleType
-
-PROGRAM = Path(__file__).parents[2] / "benchmarks" / "trace_layouts.py"
 
 
 @pytest.fixture(scope="module")
 def program() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("trace_layouts", PROGRAM)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return import_program("benchmarks/trace_layouts.py")
 
 
 def answered(ttft: float, gap: float = 0.01) -> Record:

@@ -1,4 +1,4 @@
-"""A registry behind a real HTTP server, and node infos that differ in one thing."""
+"""A registry on a real HTTP server, and node infos with one difference."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def info(instance: str, role: str, **changes: Any) -> NodeInfo:
 
 
 def changed(node: NodeInfo, **changes: Any) -> NodeInfo:
-    """With other values; those of the KV layout and of its first plane by their own names."""
+    """Change values of a node info, also of the KV layout and of its first plane."""
     layout = {k: v for k, v in changes.items() if k in KVLayout.__struct_fields__}
     plane = {k: v for k, v in changes.items() if k in Plane.__struct_fields__}
     rest = {k: v for k, v in changes.items() if k not in layout | plane}

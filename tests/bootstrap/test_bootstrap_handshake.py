@@ -12,16 +12,23 @@ import time
 import httpx
 import msgspec
 import pytest
+import recorded_release
 from bootstrap_helpers import KV, PrefillNode, changed, info
 from patience import FakePatience
 
 from pd.bootstrap import client, handshake
 from pd.bootstrap.server import HANDSHAKE_PATH, MAX_BODY_BYTES
-from pd.core import signed_requests
-from pd.core.cluster_key import bootstrap_key
-from pd.core.errors import HandshakeError, TransferError, UnavailableError
+from pd.core.errors import (
+    HandshakeError,
+    InvalidRequestError,
+    TransferError,
+    UnavailableError,
+)
 from pd.core.node_info import MAX_ADDRESS_CHARS, MAX_ADDRESS_FIELDS, MAX_BACKENDS, NO_HEAD
-from pd.core.signed_requests import EXPECTED_HEADER
+from pd.core.release import RELEASE
+from pd.net import signed_requests
+from pd.net.cluster_key import derive_bootstrap_key
+from pd.net.signed_requests import EXPECTED_HEADER
 
 KEY = b"0123456789abcdef"
 JSON = {"Content-Type": "application/json"}
@@ -50,8 +57,8 @@ def test_a_handshake_tells_both_sides_about_each_other(start, key, role) -> None
     p = start(key=key)
     own = info("D", role)
     assert shake(p, own, cluster_key=key) == p.registry.own
-    assert p.registry.peers() == [own]
-    assert p.registry.get("D") == own
+    assert p.registry.all_peers() == [own]
+    assert p.registry.get_peer("D") == own
     assert p.connected == ["D"]
 
 
@@ -74,7 +81,7 @@ OTHER = {
 
 
 @pytest.mark.parametrize("field", OTHER)
-def test_what_cannot_be_converted_is_refused_naming_both_values(start, field) -> None:
+def test_incompatible_layouts_are_refused_naming_both_values(start, field) -> None:
     p = start()
     name, theirs = OTHER[field]
     own = info("D", "decode", **{field: theirs})
@@ -85,7 +92,7 @@ def test_what_cannot_be_converted_is_refused_naming_both_values(start, field) ->
     assert f"{name} differs" in str(raised.value)
     assert repr(ours or NO_HEAD) in str(raised.value)
     assert repr(theirs) in str(raised.value)
-    assert p.registry.peers() == []
+    assert p.registry.all_peers() == []
     assert p.connected == []
     # The node is as well as before.
     assert shake(p, changed(own, **{field: ours})).instance_id == "P"
@@ -99,8 +106,8 @@ def test_no_transfer_backend_in_common_is_refused_naming_both_lists(start) -> No
     assert p.connected == []
 
 
-def test_the_client_refuses_such_a_prefill_node_too(start) -> None:
-    """P's registry is not asked: both ends apply the same rule."""
+def test_the_client_refuses_an_incompatible_prefill_node_too(start) -> None:
+    """We do not ask P's registry, because both ends apply the same rule."""
     p = start()
     p.registry.handshake = lambda peer: p.registry.own
     with pytest.raises(HandshakeError, match="transfer backend differs"):
@@ -140,7 +147,7 @@ def test_a_new_instance_at_the_same_endpoint_replaces_the_old_one(start) -> None
     shake(p, info("E", "decode", endpoint="tcp://b"))
     shake(p, info("D-2", "decode", endpoint="tcp://a"))
     assert order == [("connect", "D-1"), ("connect", "E"), ("replaced", "D-1"), ("connect", "D-2")]
-    assert sorted(peer.instance_id for peer in p.registry.peers()) == ["D-2", "E"]
+    assert sorted(peer.instance_id for peer in p.registry.all_peers()) == ["D-2", "E"]
 
 
 def test_the_same_instance_may_shake_hands_again(start) -> None:
@@ -149,24 +156,24 @@ def test_the_same_instance_may_shake_hands_again(start) -> None:
         shake(p, info("D", "decode"))
     assert p.connected == ["D", "D"]
     assert p.replaced == []
-    p.registry.forget("D")
-    assert p.registry.peers() == []
+    p.registry.forget_peer("D")
+    assert p.registry.all_peers() == []
     shake(p, info("D", "decode"))
-    assert len(p.registry.peers()) == 1
+    assert len(p.registry.all_peers()) == 1
 
 
-def test_a_peer_that_cannot_be_connected_is_not_recorded(start) -> None:
+def test_an_unreachable_peer_is_not_recorded(start) -> None:
     def fail(peer) -> None:
         raise TransferError(f"{peer.instance_id} published a bad data address")
 
     p = start(connect=fail)
     with pytest.raises(UnavailableError, match="D published a bad data address"):
         shake(p, info("D", "decode"))
-    assert p.registry.peers() == []
+    assert p.registry.all_peers() == []
 
 
 @pytest.mark.parametrize("key", [None, KEY])
-def test_an_error_that_nobody_expected_is_signed_and_logged(start, key, caplog) -> None:
+def test_an_unexpected_error_is_signed_and_logged(start, key, caplog) -> None:
     def fail(peer) -> None:
         raise RuntimeError("no such wire")
 
@@ -174,7 +181,7 @@ def test_an_error_that_nobody_expected_is_signed_and_logged(start, key, caplog) 
     told = r"cannot shake hands now: POST /bootstrap/handshake failed: RuntimeError: no such wire"
     with pytest.raises(UnavailableError, match=told):
         shake(p, info("D", "decode"), cluster_key=key)
-    assert p.registry.peers() == []
+    assert p.registry.all_peers() == []
     assert "Traceback" in caplog.text
 
 
@@ -194,7 +201,7 @@ def test_503_with_retry_after_until_ready_and_while_draining(start, state) -> No
     assert shake(p, info("D", "decode")).instance_id == "P"
 
 
-def test_nothing_but_handshakes_is_answered(start) -> None:
+def test_only_handshakes_are_answered(start) -> None:
     p = start()
     shake(p, info("D", "decode"))
     for path in ("/", "/bootstrap", "/bootstrap/peers"):
@@ -215,7 +222,7 @@ def test_the_restarted_prefill_node_is_met_again_on_the_same_port(start) -> None
 
 
 @pytest.mark.parametrize("host", ["", "a" * 300, "xn--a", "é..x", "127.0.0.1/%"])
-def test_a_registry_at_no_address_is_unavailable(host: str) -> None:
+def test_an_unreachable_registry_is_unavailable(host: str) -> None:
     with pytest.raises(UnavailableError, match="no handshake with prefill node P"):
         handshake(f"http://{host}", info("D", "decode"), expected_instance="P", timeout=0.2)
 
@@ -248,7 +255,7 @@ BAD_BODIES = {
 
 
 @pytest.mark.parametrize("body", BAD_BODIES)
-def test_a_bad_body_is_answered_400_and_hurts_nobody(start, body) -> None:
+def test_a_bad_body_is_answered_400_and_changes_nothing(start, body) -> None:
     p = start()
     response = httpx.post(p.url + HANDSHAKE_PATH, content=BAD_BODIES[body], headers=JSON)
     assert response.status_code == 400
@@ -274,16 +281,16 @@ def test_without_the_cluster_key_nothing_is_answered(start, theirs) -> None:
         shake(p, info("D", "decode"), cluster_key=theirs)
     body = msgspec.json.encode(info("D", "decode"))
     assert httpx.post(p.url + HANDSHAKE_PATH, content=body).status_code == 401
-    assert p.registry.peers() == []
+    assert p.registry.all_peers() == []
 
 
-def test_a_prefill_node_without_the_key_is_not_believed(start) -> None:
+def test_a_prefill_node_without_the_key_is_refused(start) -> None:
     with pytest.raises(HandshakeError, match="did not prove that it has the cluster key"):
         shake(start(), info("D", "decode"), cluster_key=KEY)
 
 
 def signed(body: bytes, *, path: str = HANDSHAKE_PATH, expected: str = "P") -> dict[str, str]:
-    key = bootstrap_key(KEY)
+    key = derive_bootstrap_key(KEY)
     assert key is not None
     authorization, _ = signed_requests.sign_request(key, "POST", path, expected, body)
     return {"Authorization": authorization, EXPECTED_HEADER: "P"}
@@ -323,19 +330,77 @@ def test_a_request_changed_on_the_way_is_refused(start, part) -> None:
     }[part]()
     answer = httpx.post(p.url + HANDSHAKE_PATH, content=body, headers=headers)
     assert answer.status_code == 401
-    assert p.registry.peers() == []
+    assert p.registry.all_peers() == []
 
 
-def test_old_nonces_are_forgotten(monkeypatch) -> None:
-    key = bootstrap_key(KEY)
-    assert key is not None
-    verifier = signed_requests.RequestVerifier(key)
-    real = time.time
-    for age in (500.0, 0.0):
-        monkeypatch.setattr(time, "time", lambda age=age: real() - age)
-        authorization, _ = signed_requests.sign_request(key, "GET", "/", "", b"")
-        assert verifier.verify(authorization, "GET", "/", "", b"")[1] == ""
-    assert len(verifier._seen) == 1
+@pytest.fixture
+def clocks(monkeypatch) -> dict[str, float]:
+    """Offsets of the two ends' clocks from the real one, in seconds."""
+    ahead = {"signer": 0.0, "verifier": 0.0, "passed": 0.0}
+    real, monotonic = time.time, time.monotonic
+    monkeypatch.setattr(time, "time", lambda: real() + ahead["passed"] + ahead["verifier"])
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + ahead["passed"])
+    return ahead
+
+
+class Signer:
+    """A member of the cluster whose clock is one of ``clocks``."""
+
+    def __init__(self, clocks: dict[str, float]) -> None:
+        key = derive_bootstrap_key(KEY)
+        assert key is not None
+        self._key, self._clocks = key, clocks
+        self.verifier = signed_requests.RequestVerifier(key)
+
+    def sign(self) -> str:
+        own = self._clocks["verifier"]
+        self._clocks["verifier"] = self._clocks["signer"]
+        authorization, _ = signed_requests.sign_request(self._key, "GET", "/", "P", b"")
+        self._clocks["verifier"] = own
+        return authorization
+
+    def refusal(self, authorization: str) -> str:
+        return self.verifier.verify_request(authorization, "GET", "/", "P", b"")[1]
+
+
+@pytest.mark.parametrize("step", [3600.0, -3600.0, 90.0, -90.0, 1e9, -1e9])
+def test_a_clock_step_allows_no_replay_and_refuses_no_good_peer(clocks, step) -> None:
+    """We set the clock of the verifier's host to another time, and later back again."""
+    signer = Signer(clocks)
+    recorded = [signer.sign()]
+    assert signer.refusal(recorded[0]) == ""
+    for then in (step, 0.0, step, 0.0):
+        clocks["verifier"] = then
+        for _ in range(2):  # a wrong clock is no reason, and nor is the time that passes
+            clocks["passed"] += 100.0
+            recorded.append(signer.sign())
+            assert signer.refusal(recorded[-1]) == ""
+            assert all(signer.refusal(old) for old in recorded)
+
+
+@pytest.mark.parametrize("step", [3600.0, -3600.0])
+def test_all_clocks_may_be_corrected_together(clocks, step) -> None:
+    """Hosts start with a wrong time, and get the right one."""
+    signer = Signer(clocks)
+    first = signer.sign()
+    assert signer.refusal(first) == ""
+    clocks["verifier"] = clocks["signer"] = step
+    assert signer.refusal(signer.sign()) == ""
+    assert signer.refusal(first)
+
+
+def test_setting_a_clock_back_allows_no_forgotten_request(clocks, monkeypatch) -> None:
+    monkeypatch.setattr(signed_requests, "_MAX_NONCES", 4)
+    signer = Signer(clocks)
+    recorded = []
+    for _ in range(10):
+        clocks["passed"] += 50.0
+        recorded.append(signer.sign())
+        assert signer.refusal(recorded[-1]) == ""
+    assert len(signer.verifier._seen) == 4
+    for past in range(-500, 1, 50):
+        clocks["verifier"] = past
+        assert all(signer.refusal(old) for old in recorded)
 
 
 # ---- prefill nodes that do not answer properly
@@ -353,7 +418,7 @@ def test_old_nonces_are_forgotten(monkeypatch) -> None:
         (b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * (2 * MAX_BODY_BYTES), UnavailableError),
     ],
 )
-def test_nonsense_for_an_answer_is_an_error_of_the_handshake(answer, error) -> None:
+def test_a_malformed_answer_is_a_handshake_error(answer, error) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         thread = threading.Thread(target=answer_once, args=(server, answer))
@@ -391,7 +456,7 @@ def test_a_silent_or_trickling_node_does_not_outlast_the_timeout() -> None:
 
 
 @pytest.mark.parametrize("key", [None, KEY])
-def test_a_starved_node_may_be_late_to_answer(start, key) -> None:
+def test_a_starved_node_may_answer_late(start, key) -> None:
     held = threading.Event()
     p = start(key=key, connect=lambda peer: held.wait(10))
     patience = FakePatience()
@@ -402,7 +467,7 @@ def test_a_starved_node_may_be_late_to_answer(start, key) -> None:
     assert patience.asked == {(0.1, "P")}
 
 
-def test_a_node_that_is_silent_though_nobody_is_starved_is_given_up(no_node) -> None:
+def test_a_silent_node_is_given_up_if_nobody_is_starved(no_node) -> None:
     patience = FakePatience()
     threading.Timer(1.0, lambda: setattr(patience, "starved", False)).start()
     with pytest.raises(UnavailableError, match="no handshake"):
@@ -412,7 +477,7 @@ def test_a_node_that_is_silent_though_nobody_is_starved_is_given_up(no_node) -> 
 
 
 def test_little_delay_extends_a_handshake_by_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads lack a CPU for a moment on any machine; a dead node is given up in time there."""
+    """On any machine threads lack a CPU for a moment. We must still give up a dead node in time."""
     patience, attempts = FakePatience(), []
 
     def times_out(url, own, expected, key, timeout):
@@ -420,20 +485,22 @@ def test_little_delay_extends_a_handshake_by_little(monkeypatch: pytest.MonkeyPa
         patience.starved = len(attempts) < 3
         raise httpx.ReadTimeout("timed out")
 
-    monkeypatch.setattr(client, "_attempt", times_out)
+    monkeypatch.setattr(client, "_ask_once", times_out)
     monkeypatch.setattr(patience, "is_over", lambda *_: not patience.starved)
-    monkeypatch.setattr(patience, "delayed", lambda *_: 0.01 if len(attempts) == 1 else 3.0)
+    monkeypatch.setattr(
+        patience, "compute_extension", lambda *_: 0.01 if len(attempts) == 1 else 3.0
+    )
     with pytest.raises(UnavailableError, match="no handshake"):
         handshake("", info("D", "decode"), expected_instance="P", timeout=4.0, patience=patience)
     assert attempts == [4.0, 1.0, 6.0]
 
 
 @pytest.mark.parametrize("times", [1, 3, 100])
-def test_a_host_that_cannot_be_reached_is_tried_again_within_the_timeout(
+def test_an_unreachable_host_is_tried_again_within_the_timeout(
     start, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
     p = start()
-    post, failures = client._post, []
+    post, failures = client._post_body, []
 
     def reach(*args):
         if len(failures) == times:
@@ -444,7 +511,7 @@ def test_a_host_that_cannot_be_reached_is_tried_again_within_the_timeout(
         except OSError as error:
             raise httpx.ConnectError(str(error)) from error
 
-    monkeypatch.setattr(client, "_post", reach)
+    monkeypatch.setattr(client, "_post_body", reach)
     own, began = info("D", "decode"), time.monotonic()
     if times < 100:
         assert shake(p, own, timeout=4.0) == p.registry.own
@@ -457,7 +524,7 @@ def test_a_host_that_cannot_be_reached_is_tried_again_within_the_timeout(
 
 @pytest.fixture
 def no_node():
-    """URL at which connections are accepted and nothing is answered."""
+    """Yield a URL that accepts connections and answers nothing."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         yield f"http://127.0.0.1:{silent.getsockname()[1]}"
 
@@ -475,6 +542,46 @@ def trickle(server: socket.socket, done: threading.Event) -> None:
 
 
 @pytest.mark.parametrize("url", ["http://", "nonsense", "ftp://x", "http://127.0.0.1:1"])
-def test_a_url_that_cannot_be_is_unavailable(url) -> None:
+def test_an_invalid_url_is_unavailable(url) -> None:
     with pytest.raises(UnavailableError):
         handshake(url, info("D", "decode"), expected_instance="P", timeout=0.5)
+
+
+# ---- other releases
+
+
+@pytest.mark.parametrize(
+    ("added", "theirs"),
+    [
+        ({}, "an earlier pd, which does not state its version"),
+        ({"release": "9.0 (protocol 7)", "more": {"of": 1}, "kv": 5}, "pd 9.0 (protocol 7)"),
+    ],
+)
+def test_a_decode_node_of_another_release_is_refused_naming_both(start, added, theirs) -> None:
+    p = start()
+    body = recorded_release.node_info("decode", **added)
+    response = httpx.post(p.url + HANDSHAKE_PATH, content=body, headers=JSON)
+    assert response.status_code == 409
+    message = response.json()["message"]
+    assert f"version differs: prefill node P runs pd {RELEASE}, 'old' runs {theirs}" in message
+    assert "run the same release of pd on all nodes and proxies" in message
+    assert p.connected == []
+
+
+def test_a_prefill_node_of_another_release_is_refused_naming_both(start) -> None:
+    p = start()
+    p.registry.handshake = lambda peer: changed(p.registry.own, release="9.0 (protocol 7)")
+    with pytest.raises(HandshakeError, match=r"decode node D runs pd .*, 'P' runs pd 9.0 \(prot"):
+        shake(p, info("D", "decode"))
+
+
+def test_the_refusal_of_an_unknown_field_names_the_release(start) -> None:
+    """Such a release only complains about the field."""
+    p = start()
+
+    def unknown(peer: object) -> None:
+        raise InvalidRequestError("the body is not a NodeInfo: Object contains unknown field")
+
+    p.registry.handshake = unknown
+    with pytest.raises(HandshakeError, match=r"unknown field \(if it runs another release than"):
+        shake(p, info("D", "decode"))

@@ -51,14 +51,14 @@ def directory():
 
 def test_a_peer_is_met_once_and_then_known(p, directory) -> None:
     answers = Answers()
-    assert directory.get(p.url, "P") is None
-    directory.request(p.url, "P", answers)
+    assert directory.get_peer(p.url, "P") is None
+    directory.request_peer(p.url, "P", answers)
     assert answers.wait() == [p.registry.own]
-    assert directory.get(p.url, "P") == p.registry.own
-    directory.request(p.url, "P", answers)
+    assert directory.get_peer(p.url, "P") == p.registry.own
+    directory.request_peer(p.url, "P", answers)
     assert answers.results == [p.registry.own] * 2
     assert p.connected == ["D"]
-    assert directory.peers() == [p.registry.own]
+    assert directory.all_peers() == [p.registry.own]
 
 
 def test_requests_at_the_same_time_share_one_handshake(directory) -> None:
@@ -73,7 +73,7 @@ def test_requests_at_the_same_time_share_one_handshake(directory) -> None:
     try:
         answers = Answers()
         for _ in range(20):
-            directory.request(node.url, "P", answers)
+            directory.request_peer(node.url, "P", answers)
         go.set()
         assert answers.wait(20) == [node.registry.own] * 20
         assert seen == ["D"]
@@ -81,8 +81,8 @@ def test_requests_at_the_same_time_share_one_handshake(directory) -> None:
         node.close()
 
 
-def test_a_request_does_not_wait_for_a_handshake_that_began_ahead_of_need(directory) -> None:
-    """The link was cut when that one began, and is back when the request comes."""
+def test_a_request_does_not_wait_for_its_handshake_ahead_of_need(directory) -> None:
+    """The link was cut when that handshake began, and is back when the request arrives."""
     began, go = threading.Event(), threading.Event()
 
     def connect(peer: NodeInfo) -> None:
@@ -94,9 +94,9 @@ def test_a_request_does_not_wait_for_a_handshake_that_began_ahead_of_need(direct
     node = PrefillNode(connect=connect)
     try:
         first, second = Answers(), Answers()
-        directory.request(node.url, "P", first, ahead=True)
+        directory.request_peer(node.url, "P", first, ahead=True)
         assert began.wait(10.0)
-        directory.request(node.url, "P", second)
+        directory.request_peer(node.url, "P", second)
         go.set()
         assert isinstance(first.wait()[0], UnavailableError)
         assert second.wait() == [node.registry.own]
@@ -104,8 +104,8 @@ def test_a_request_does_not_wait_for_a_handshake_that_began_ahead_of_need(direct
         node.close()
 
 
-def test_a_request_does_not_wait_for_any_handshakes_that_nothing_needs_yet(p) -> None:
-    """With as many nodes as are out of reach, after a switch was lost."""
+def test_a_request_does_not_wait_for_any_handshakes_ahead_of_need(p) -> None:
+    """Many nodes are unreachable, as after the loss of a switch."""
     began, go = threading.Semaphore(0), threading.Event()
 
     def shake_hands(url: str, own: NodeInfo, *, expected_instance: str, **options: Any) -> NodeInfo:
@@ -120,9 +120,9 @@ def test_a_request_does_not_wait_for_any_handshakes_that_nothing_needs_yet(p) ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(peers, "handshake", shake_hands)
         for number in range(24):
-            directory.request(f"http://lost-{number}", f"X{number}", lost, ahead=True)
+            directory.request_peer(f"http://lost-{number}", f"X{number}", lost, ahead=True)
         assert began.acquire(timeout=20.0)
-        directory.request(p.url, "P", answers)
+        directory.request_peer(p.url, "P", answers)
         assert answers.wait() == [p.registry.own]
         assert lost.results == []
         go.set()
@@ -135,14 +135,14 @@ def test_a_failure_is_remembered_for_a_moment_and_then_tried_again(
 ) -> None:
     p.registry.set_draining()
     answers = Answers()
-    directory.request(p.url, "P", answers)
+    directory.request_peer(p.url, "P", answers)
     assert isinstance(answers.wait()[0], UnavailableError)
     p.registry.set_ready()
     monkeypatch.setattr(peers, "FAILURE_SECONDS", 0.0)
-    directory.request(p.url, "P", answers)
+    directory.request_peer(p.url, "P", answers)
     assert answers.results[1] is answers.results[0]
     directory._failed.clear()
-    directory.request(p.url, "P", answers)
+    directory.request_peer(p.url, "P", answers)
     assert answers.wait(3)[2] == p.registry.own
 
 
@@ -150,14 +150,14 @@ def test_a_failure_expires_by_itself(p, directory, monkeypatch) -> None:
     monkeypatch.setattr(peers, "FAILURE_SECONDS", 0.0)
     p.registry.set_draining()
     answers = Answers()
-    directory.request(p.url, "P", answers)
+    directory.request_peer(p.url, "P", answers)
     answers.wait()
     p.registry.set_ready()
-    directory.request(p.url, "P", answers)
+    directory.request_peer(p.url, "P", answers)
     assert answers.wait(2)[1] == p.registry.own
 
 
-def test_a_demand_for_which_no_thread_can_start_is_answered_and_the_next_one_shakes_hands(
+def test_a_demand_without_a_thread_fails_and_the_next_one_shakes_hands(
     p, directory, monkeypatch
 ) -> None:
     def no_thread(self: object) -> None:
@@ -166,40 +166,40 @@ def test_a_demand_for_which_no_thread_can_start_is_answered_and_the_next_one_sha
     answers = Answers()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", no_thread)
-        directory.request(p.url, "P", answers)
+        directory.request_peer(p.url, "P", answers)
     assert len(answers.results) == 1
     assert isinstance(answers.results[0], UnavailableError)
     assert "can't start new thread" in str(answers.results[0])
-    directory.request(p.url, "P", answers)
+    directory.request_peer(p.url, "P", answers)
     assert answers.wait(2)[1] == p.registry.own
     assert p.connected == ["D"]
 
 
 @pytest.mark.parametrize("dead", [1, 12])
-def test_dead_nodes_do_not_keep_others_waiting(p, directory, dead) -> None:
+def test_dead_nodes_do_not_delay_others(p, directory, dead) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         lost, answers = Answers(), Answers()
         for number in range(dead):
-            directory.request(url, f"X{number}", lost)
-        directory.request(p.url, "P", answers)
+            directory.request_peer(url, f"X{number}", lost)
+        directory.request_peer(p.url, "P", answers)
         assert answers.wait() == [p.registry.own]
         assert lost.results == []
     assert all(isinstance(each, UnavailableError) for each in lost.wait(dead))
 
 
-def test_forget_makes_the_next_demand_shake_hands_again(p, directory) -> None:
+def test_after_forget_peer_the_next_demand_shakes_hands_again(p, directory) -> None:
     answers = Answers()
-    directory.request(p.url, "P", answers)
+    directory.request_peer(p.url, "P", answers)
     answers.wait()
-    directory.forget("P")
-    assert directory.get(p.url, "P") is None
-    directory.request(p.url, "P", answers)
+    directory.forget_peer("P")
+    assert directory.get_peer(p.url, "P") is None
+    directory.request_peer(p.url, "P", answers)
     answers.wait(2)
     assert p.connected == ["D", "D"]
 
 
-def test_forget_during_a_handshake_keeps_its_result_out(directory) -> None:
+def test_forget_peer_during_a_handshake_discards_its_result(directory) -> None:
     entered, go = threading.Event(), threading.Event()
 
     def connect(peer: NodeInfo) -> None:
@@ -209,23 +209,23 @@ def test_forget_during_a_handshake_keeps_its_result_out(directory) -> None:
     node = PrefillNode(connect=connect)
     try:
         answers = Answers()
-        directory.request(node.url, "P", answers)
+        directory.request_peer(node.url, "P", answers)
         assert entered.wait(10.0)
-        directory.forget("P")
+        directory.forget_peer("P")
         go.set()
         assert answers.wait() == [node.registry.own]
-        assert directory.get(node.url, "P") is None
+        assert directory.get_peer(node.url, "P") is None
     finally:
         node.close()
 
 
 def test_a_restarted_node_is_another_peer(p, directory) -> None:
     answers = Answers()
-    directory.request(p.url, "P-before", answers)
+    directory.request_peer(p.url, "P-before", answers)
     error = answers.wait()[0]
     assert isinstance(error, HandshakeError)
     assert "P-before was expected, but P answers" in str(error)
-    directory.request(p.url, "P", answers)
+    directory.request_peer(p.url, "P", answers)
     assert answers.wait(2)[1] == p.registry.own
 
 
@@ -236,11 +236,11 @@ def test_an_error_while_connecting_is_the_result(p, error) -> None:
 
     directory = PeerDirectory(info("D", "decode"), connect=connect, timeout=5.0)
     answers = Answers()
-    directory.request(p.url, "P", answers)
+    directory.request_peer(p.url, "P", answers)
     result = answers.wait()[0]
     assert isinstance(result, PDError)
     assert str(error) in str(result)
-    assert directory.get(p.url, "P") is None
+    assert directory.get_peer(p.url, "P") is None
     directory.close()
 
 
@@ -250,18 +250,18 @@ def test_connect_comes_before_the_answer(p) -> None:
         info("D", "decode"), connect=lambda peer: order.append("connect"), timeout=5.0
     )
     answers = Answers()
-    directory.request(p.url, "P", lambda result: (order.append("answer"), answers(result)))
+    directory.request_peer(p.url, "P", lambda result: (order.append("answer"), answers(result)))
     answers.wait()
     assert order == ["connect", "answer"]
     directory.close()
 
 
-def test_close_answers_whoever_waits(directory) -> None:
+def test_close_answers_waiting_callers(directory) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         answers = Answers()
-        directory.request(url, "X", answers)
+        directory.request_peer(url, "X", answers)
         directory.close()
         assert isinstance(answers.wait()[0], UnavailableError)
-        directory.request(url, "X", answers)
+        directory.request_peer(url, "X", answers)
         assert isinstance(answers.wait(2)[1], UnavailableError)

@@ -1,4 +1,4 @@
-"""The examples of README.md and docs/api.md do what they are there for, on real processes."""
+"""The examples of README.md and the pages about the API work, on real processes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[2]
-# The name that an example gives to somebody's request.
-UNKNOWN_RID = "my-request"
+# Examples of these pages are run.
+API_PAGES = ("README.md", "docs/api.md", "docs/errors.md")
+EXTENDING = ("docs/extending.md", "docs/extending-transfer.md")
+# A word of the examples whose answer is an error: an unknown request, and an empty prompt.
+REFUSED = ("my-request", '"prompt": []')
 
 
 def blocks(name: str, language: str = "") -> list[str]:
@@ -50,9 +53,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here")
-@pytest.mark.parametrize(
-    "command", [c for name in ("README.md", "docs/api.md") for c in curls(name)]
-)
+@pytest.mark.parametrize("command", [command for name in API_PAGES for command in curls(name)])
 def test_curl(command: str, served: Deployment) -> None:
     assert "http://127.0.0.1:8000" in command
     command = command.replace("http://127.0.0.1:8000", served.proxy.url)
@@ -63,7 +64,9 @@ def test_curl(command: str, served: Deployment) -> None:
         assert ended.stdout.rstrip().endswith("data: [DONE]"), ended.stdout
         return
     answer: Any = json.loads(ended.stdout)
-    assert ("error" in answer) == (UNKNOWN_RID in command), answer
+    assert ("error" in answer) == any(word in command for word in REFUSED), answer
+    if "[]" in command:
+        assert answer == json.loads(blocks("docs/errors.md", "json")[0])
 
 
 def test_python(served: Deployment) -> None:
@@ -74,18 +77,9 @@ def test_python(served: Deployment) -> None:
 
 def test_batch(served: Deployment, tmp_path: Path) -> None:
     """The line that the documents show is answered as they show it."""
-    commands = {
-        line
-        for name in ("README.md", "docs/api.md")
-        for block in blocks(name)
-        for line in block.splitlines()
-        if line.startswith("pd-launch batch")
-    }
-    (command,) = (
-        command.replace("http://127.0.0.1:8000", served.proxy.url) for command in commands
-    )
-    lines = [block for block in blocks("docs/api.md", "json") if '"custom_id"' in block]
-    request, shown = map(json.loads, lines)
+    (command,) = blocks("docs/batch.md")
+    command = command.replace("http://127.0.0.1:8000", served.proxy.url)
+    request, shown = map(json.loads, blocks("docs/batch.md", "json"))
     (tmp_path / "requests.jsonl").write_text(json.dumps(request))
     arguments = [sys.executable, "-m", "pd.cli", *command.split()[1:]]
     ended = subprocess.run(arguments, cwd=tmp_path, check=True, timeout=60, capture_output=True)
@@ -96,8 +90,20 @@ def test_batch(served: Deployment, tmp_path: Path) -> None:
     assert answer["response"]["body"]["choices"][0]["message"]["content"]
 
 
+def pages() -> list[Path]:
+    """The documents of every folder that has some."""
+    folders = ("docs", "pd", "deploy", "training")
+    return [*ROOT.glob("*.md"), *(p for name in folders for p in ROOT.glob(f"{name}/**/*.md"))]
+
+
+def test_the_index_lists_every_page() -> None:
+    index = (ROOT / "docs/index.md").read_text()
+    linked = set(re.findall(r"\]\(([\w-]+\.md)\)", index))
+    assert linked | {"index.md"} == {page.name for page in ROOT.glob("docs/*.md")}
+
+
 def test_links_lead_somewhere() -> None:
-    for page in [*ROOT.glob("*.md"), ROOT / "training/README.md", *ROOT.glob("docs/*.md")]:
+    for page in pages():
         for target, anchor in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]*))?\)", page.read_text()):
             linked = (page.parent / target) if target else page
             assert linked.exists(), f"{page.name}: {target}"
@@ -137,7 +143,8 @@ def resolves(name: str) -> bool:
 
 
 def test_files_and_names_in_extending_are_there() -> None:
-    text = re.sub(r"^```.*?^```$", "", (ROOT / "docs/extending.md").read_text(), flags=re.M | re.S)
+    text = "\n".join((ROOT / name).read_text() for name in EXTENDING)
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
     quoted = {name for name in re.findall(r"`([^`\n]+)`", text) if not PLACEHOLDER.search(name)}
     files = {name for name in quoted if re.match(r"(pd|tests|benchmarks)/", name)}
     names = {m[0] for name in quoted if (m := re.match(r"pd(\.\w+)+", name))} - {"pd.transfer"}
@@ -148,7 +155,7 @@ def test_files_and_names_in_extending_are_there() -> None:
 
 def test_tables_and_tests_in_extending_are_there() -> None:
     """Names in capitals, functions that start with ``test_``, and methods, wherever they are."""
-    text = (ROOT / "docs/extending.md").read_text()
+    text = "\n".join((ROOT / name).read_text() for name in EXTENDING)
     code = "\n".join(
         path.read_text() for path in [*ROOT.glob("pd/**/*.py"), *ROOT.glob("tests/**/*.py")]
     )
@@ -160,5 +167,43 @@ def test_tables_and_tests_in_extending_are_there() -> None:
     assert listed and owners
     assert listed - {"NAME", "PDL", "KERNELS"} - tables == set()
     assert set(re.findall(r"`(test_\w+)`", text)) - defined == set()
+    methods = set(re.findall(r"`(\w+)\([a-z_, ]*\)`", text))
+    assert len(methods) > 20
+    assert methods - {"make_mlp", "make_attention"} - defined == set()  # these are arguments
     assert {owner for owner, _ in owners} - classes == set()
     assert {name for _, name in owners} - defined == set()
+
+
+def names_by_file(text: str) -> list[str]:
+    """Dotted names: each quoted name of a cell belongs to the last file quoted before it."""
+    found = []
+    for cell in re.split(r"[|\n]", text):
+        module = ""
+        for quoted in re.findall(r"`([^`]+)`", cell):
+            if re.fullmatch(r"pd/[\w/]+\.py", quoted):
+                module = quoted.removesuffix(".py").replace("/", ".")
+            elif module:
+                found.append(f"{module}.{quoted}")
+    return found
+
+
+def test_names_in_the_tables_of_the_architecture_are_there() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    way = names_by_file(text.partition("## The way of a request")[2].partition("\n\nOn the")[0])
+    assert len(way) > 40
+    pages = text.partition("| from → to | method | when |")[2].partition("\n\n")[0]
+    methods = {name for row in pages.splitlines() for name in re.findall(r"`(\w+)`", row)}
+    assert len(methods) > 6
+    owners = [f"pd.scheduling.memory.Memory.{name}" for name in sorted(methods)]
+    assert [name for name in [*way, *owners] if not resolves(name)] == []
+
+
+def test_methods_named_in_the_internals_are_there() -> None:
+    pages = ("architecture", "threads", "steps")
+    text = "\n".join((ROOT / f"docs/{name}.md").read_text() for name in pages)
+    code = "\n".join(path.read_text() for path in ROOT.glob("pd/**/*.py"))
+    methods = re.findall(r"`([A-Z]\w+)\.(\w+)`", text)
+    assert len(methods) > 10
+    for owner, name in methods:
+        body = re.search(rf"^class {owner}\b.*?(?=^\S|\Z)", code, re.M | re.S)
+        assert body and re.search(rf"\b{name}\b", body[0]), f"{owner}.{name}"

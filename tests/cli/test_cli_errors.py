@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pd import cli
-from pd.commands.node import check_early
 from pd.core.config import NodeConfig
 from pd.core.errors import PDError
 from pd.embedded import EMBEDDED_MODEL
+from pd.launch import check_early
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,9 +54,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "nested.yaml").write_text("page-size: {value: 16}\n")
     (root / "flag.yaml").write_text("kv-digest: maybe\n")
     (root / "config.yaml").write_text("config: other.yaml\n")
-    (root / "date.yaml").write_text("model: 2024-13-45\n")
     (root / "tag.yaml").write_text("model: !!int ''\n")
     (root / "deep.yaml").write_text("[" * 3000)
+    (root / "nodes").write_text("http://127.0.0.1:1\nhttp://10.0.0.1:30000\n")
     (root / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     return root
 
@@ -131,7 +131,7 @@ MISUSES = [
     ),
     (
         "decode --model {root}/model --speculative-algorithm ngram --speculative-topk 3",
-        "--speculative-topk 3, which is above 1, needs --speculative-algorithm eagle, not ngram",
+        "--speculative-topk 3 (above 1) needs --speculative-algorithm eagle, not ngram",
     ),
     (f"{EAGLE} {{root}}/nowhere", "nowhere"),
     (f"{EAGLE} {{root}}/empty", "config.json"),
@@ -151,8 +151,7 @@ MISUSES = [
     ("prefill --config {root}/none.yaml", "none.yaml: No such file"),
     ("prefill --config {root}/bad.yaml", "is not YAML"),
     ("prefill --config {root}/binary.yaml", "binary.yaml"),
-    ("prefill --config {root}/date.yaml", "date.yaml is not YAML: month must be in 1..12"),
-    ("prefill --config {root}/tag.yaml", "tag.yaml is not YAML"),
+    ("prefill --config {root}/tag.yaml", "tag.yaml, line 1: model has a YAML tag"),
     ("prefill --config {root}/deep.yaml", "deep.yaml is nested too deeply"),
     ("prefill --config {root}/list.yaml", "must map flags to values"),
     ("prefill --config {root}/unknown.yaml", "'page-sise' (did you mean page-size?)"),
@@ -167,12 +166,46 @@ MISUSES = [
     ("proxy --cors-origins chat.example.org", "https://chat.example.org"),
     ("proxy --api-keys {root}/short.key", "line 1"),
     ("proxy --policy best", "power_of_two"),
+    ("proxy --discover file:{root}/nodes", "lists http://10.0.0.1:30000: nodes on other hosts"),
+    ("proxy --discover kubernetes:app=pd", "--cluster-key-file"),
+    ("proxy --discover dns:10.0.0.1:30000", "'10.0.0.1' is not a valid DNS name"),
+    ("proxy --discover consul:pd", "dns:NAME:PORT"),
     ("admin explode", "flush-cache"),
     ("proxy --max-queue 0", "--max-queue"),
     ("proxy --request-timeout -1", "--request-timeout"),
     ("proxy --tokenizer {root}/nowhere", "nowhere"),
     ("proxy --tokenizer {root}/empty", "tokenizer.json"),
     ("proxy --prefill 127.0.0.1:1 --decode http://127.0.0.1:1", "more than once"),
+    # values that cannot be meant
+    ("proxy --unified notaurl", "--unified: a node's url must be like http://host:port, not 'nota"),
+    *(
+        (f"proxy --prefill {url}", "must be like http://host:port")
+        for url in ("host:", "http://..", "http://a,b:1", "http://-:1", "http://[zz]:1", "'':1")
+    ),
+    *(
+        (f"{command} {flag}=", f"{flag}: the value is empty")
+        for command in ("proxy", "prefill --model {root}/model")
+        for flag in ("--served-model-name", "--cluster-key-file")
+    ),
+    *(
+        (f"proxy {flag}=", f"argument {flag}: ")
+        for flag in (
+            *("--prefill", "--decode", "--unified", "--tokenizer", "--host", "--api-key"),
+            *("--admin-api-key", "--api-keys", "--cors-origins", "--tls-cert", "--tls-key"),
+            *("--trace-requests", "--policy", "--port", "--discover"),
+        )
+    ),
+    *(
+        (f"decode --model {{root}}/model {flag}=", f"argument {flag}: ")
+        for flag in ("--host", "--advertise-host", "--device", "--speculative-draft-model")
+    ),
+    ("prefill --model=", "argument --model: the value is empty"),
+    ("proxy --served-model-name=\x7fa", "printable characters, and no space at either end"),
+    ("decode --model {root}/model --served-model-name " + "x" * 4097, "1 to 4096 printable"),
+    ("proxy --host [::1]", "an IP address without brackets, not '[::1]'"),
+    ("decode --model {root}/model --advertise-host a/b", "not 'a/b'"),
+    ("admin drain nothost", "must be like http://host:port"),
+    ("batch in out --url ftp://x", "--url"),
     ("cluster down x.yaml --grace inf", "--grace: must be a number of seconds from 0"),
     ("cluster down x.yaml --grace 1e300", "from 0 to 1e+09, not 1e300"),
     ("cluster down x.yaml --grace nan", "--grace: must be a number of seconds from 0"),

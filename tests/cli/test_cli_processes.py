@@ -20,13 +20,13 @@ import pytest
 from processes import LAUNCH, Process, Stream, deployment, free_port, wait_until
 
 from pd import cli
-from pd.commands.demo import _serve
+from pd.commands.demo import _serve_until_interrupt
 from pd.commands.processes import Children
 from pd.core.errors import SetupError
-from pd.core.starvation import read_run_delays, thread_run_delay
 from pd.embedded import EMBEDDED_MODEL
 from pd.proxy.config import ProxyConfig
 from pd.proxy.server import ProxyThread
+from pd.util.starvation import read_run_delays, thread_run_delay
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -316,7 +316,7 @@ def test_a_proxy_that_cannot_serve_its_port_is_not_ready(monkeypatch: pytest.Mon
     async def none_left(self: object, sockets: object = None) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr("pd.core.connections.GuardedServer.startup", none_left)
+    monkeypatch.setattr("pd.net.connections.GuardedServer.startup", none_left)
     with pytest.raises(SetupError, match=r"cannot serve http://127.0.0.1:\d+: .*Too many open"):
         ProxyThread(ProxyConfig(port=0)).start()
 
@@ -325,7 +325,7 @@ def test_what_the_machine_refuses_is_one_line(capsys: pytest.CaptureFixture[str]
     def full() -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/var/x")
 
-    assert cli._status("pd-launch x", full) == 1
+    assert cli._find_status("pd-launch x", full) == 1
     assert capsys.readouterr().err == "pd-launch x: /var/x: No space left on device\n"
 
 
@@ -388,11 +388,11 @@ def test_the_demos_example_names_the_key_and_does_not_show_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Interrupted(Children):
-        def check(self) -> None:
+        def check_alive(self) -> None:
             raise KeyboardInterrupt
 
     monkeypatch.setenv("PD_API_KEY", "a-secret-of-this-test")
-    _serve("http://127.0.0.1:8000", Interrupted(Path()))
+    _serve_until_interrupt("http://127.0.0.1:8000", Interrupted(Path()))
     shown = capsys.readouterr().out
     assert "a-secret-of-this-test" not in shown
     assert '-H "Authorization: Bearer $PD_API_KEY"' in shown

@@ -1,4 +1,4 @@
-"""What nodes publish, and the transfer backend that follows from it."""
+"""Published descriptions of nodes, and the choice of the transfer backend."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def test_the_prefill_node_s_order_decides() -> None:
     assert choose_transfer(node("prefill", "nixl", "tcp"), node("decode", "tcp")) == "tcp"
 
 
-def test_nvlink_is_used_where_the_decode_gpu_can_be_mapped() -> None:
-    """P maps D's memory; whether D could map P's is of no interest."""
+def test_nvlink_is_used_if_p_can_map_the_decode_gpu() -> None:
+    """P maps D's memory; it does not matter whether D could map P's."""
     assert choose_transfer(node("prefill", "tcp", nvlink=A), node("decode", nvlink=B)) == "nvlink"
     assert nvlink_obstacle(A, A | {"ipc": "11"}) is None, "two processes on one GPU"
     assert "cannot map the decode node's GPU GPU-a" in str(nvlink_obstacle(B, A))
@@ -49,7 +49,7 @@ def test_nvlink_is_used_where_the_decode_gpu_can_be_mapped() -> None:
         ({"host_id": ""}, "decode node published no host_id"),
     ],
 )
-def test_where_nvlink_cannot_work_the_next_backend_is_used_or_the_reason_told(
+def test_without_nvlink_the_next_backend_is_used_or_the_error_says_why(
     change: dict[str, str], reason: str
 ) -> None:
     decode = B | change
@@ -59,14 +59,14 @@ def test_where_nvlink_cannot_work_the_next_backend_is_used_or_the_reason_told(
         choose_transfer(node("prefill", nvlink=A), node("decode", nvlink=decode))
 
 
-def test_none_in_common_names_both_lists() -> None:
+def test_without_a_common_backend_the_error_names_both_lists() -> None:
     with pytest.raises(HandshakeError, match=r"P offers nixl, tcp, decode node D offers mooncake"):
         choose_transfer(node("prefill", "nixl", "tcp"), node("decode", "mooncake"))
     with pytest.raises(HandshakeError, match="decode node D offers none"):
         choose_transfer(node("prefill", "tcp"), node("decode"))
 
 
-def test_the_address_of_a_backend_that_is_not_offered_is_an_error() -> None:
+def test_asking_for_the_address_of_a_missing_backend_is_an_error() -> None:
     assert node("decode", tcp={"port": "1"}).address_of("tcp") == {"port": "1"}
     with pytest.raises(TransferError, match="D does not offer transfer backend nixl, only tcp"):
         node("decode", "tcp").address_of("nixl")
@@ -77,15 +77,15 @@ HEAD = Plane("head", 1, 4, 8, "float16", group=2)
 PLANES = KVLayout.of_model(2, 2, 16, "float32", 16, 1, (LATENT, HEAD))
 
 
-def test_sizes_are_those_of_all_planes() -> None:
+def test_sizes_include_all_planes() -> None:
     assert (PLANES.num_layers, PLANES.num_groups) == (4, 3)
     model, latent, head = 2 * 2 * 2 * 16 * 4, 24 * 2, 2 * 4 * 8 * 2
     assert PLANES.token_bytes == model + latent + head
     assert PLANES.missing_bytes((3, 0, 10), 10) == 7 * model + 10 * latent
 
 
-def test_planes_lie_one_after_another_those_of_rank_0_alone_last() -> None:
-    model, latent, head = PLANES.extents(10)
+def test_planes_are_consecutive_with_unsharded_ones_last() -> None:
+    model, latent, head = PLANES.plane_extents(10)
     assert [len(extent) for extent in (model, latent, head)] == [5120, 480, 1280]
     assert (model.start, head.start, latent.start) == (0, 5120, 6656)
     assert all(extent.start % 512 == 0 for extent in (model, latent, head))
@@ -100,7 +100,7 @@ def test_a_rank_has_a_part_of_each_sharded_plane_in_the_same_place() -> None:
         ("head", 2),
     ]
     assert [(p.name, p.num_heads) for p in second.planes] == [("model", 1), ("head", 2)]
-    assert [first.extents(10)[index] for index in (0, 2)] == second.extents(10)
+    assert [first.plane_extents(10)[index] for index in (0, 2)] == second.plane_extents(10)
     assert PLANES.of_rank(0) == PLANES
     with pytest.raises(
         UsageError, match="--tp-size 4 does not divide the 2 heads of plane 'model'"
@@ -166,7 +166,7 @@ def test_page_size_and_ranks_may_differ() -> None:
 
 
 def published(**changes: Any) -> dict[str, Any]:
-    """A layout as a peer sends it, with changes of its last plane."""
+    """Return a layout as a peer sends it, with changes to its last plane."""
     layout = msgspec.to_builtins(PLANES)
     return layout | {"planes": [*layout["planes"][:-1], layout["planes"][-1] | changes]}
 
@@ -196,9 +196,7 @@ def test_a_layout_survives_the_wire() -> None:
         (published() | {"tp_size": 0}, ">= 1"),
     ],
 )
-def test_layouts_that_cannot_be_are_refused_on_decoding(
-    sent: dict[str, Any], complaint: str
-) -> None:
+def test_impossible_layouts_are_refused_on_decoding(sent: dict[str, Any], complaint: str) -> None:
     data = msgspec.msgpack.encode(sent)
     with pytest.raises(msgspec.ValidationError, match=complaint):
         msgspec.msgpack.decode(data, type=KVLayout)

@@ -1,4 +1,4 @@
-"""Sampling parameters are checked whatever numbers they hold."""
+"""Sampling parameters are checked for all values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HUGE = 10**4000
 @pytest.mark.parametrize(
     "value", [HUGE, -HUGE, float("nan"), float("inf")], ids=["huge", "negative", "nan", "inf"]
 )
-def test_what_is_out_of_range_is_named_and_cut_short(name: str, value: Any) -> None:
+def test_the_error_names_and_shortens_a_value_out_of_range(name: str, value: Any) -> None:
     fields: dict[str, Any] = {"max_tokens": 16, name: value}
     with pytest.raises(InvalidRequestError) as raised:
         SamplingParams(**fields).validate()

@@ -29,9 +29,9 @@ def decode(server: NodeServer) -> Iterator[NodeServer]:
     """Idle and consistent after each test."""
     yield server
     with server.node.core.events.event():
-        server.node.abort(None)
+        server.node.abort_rid(None)
     wait_until(lambda: is_idle(server), 10, server.node.server_info)
-    server.node.check()
+    server.node.check_books()
     server.node.flush_cache()
 
 

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from prefill_peer import PrefillPeer
     from raw_peer import RawPeer
 
-    from pd.core.request import RequestState
     from pd.launch import NodeServer
+    from pd.scheduling.request import RequestState
 
 PROMPT = list(range(10, 32))
 
@@ -24,7 +24,7 @@ def lose(decode: NodeServer, peer: PrefillPeer) -> None:
         with decode.node.core.events.event():
             decode.node.receiving.drop_peer(peer.name, "the test said so")
 
-    decode.node.control.call(on_control_thread)
+    decode.node.control.call_soon(on_control_thread)
 
 
 def ask(
@@ -46,9 +46,9 @@ def handled(decode: NodeServer) -> None:
     """What the prefill node said before this was handled: a turn of the control thread is over."""
     turned: list[bool] = []
     for count in (1, 2):
-        decode.node.control.call(lambda: turned.append(True))
+        decode.node.control.call_soon(lambda: turned.append(True))
         wait_until(lambda count=count: len(turned) == count, 5)
 
 
 def state_of(decode: NodeServer, room: bytes) -> RequestState:
-    return decode.node.rooms.get(room).state
+    return decode.node.requests.find_request(room).state

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from cluster import is_idle, wait_until
 from decode_helpers import PROMPT, ask, handled, lose, state_of
+from free_rules import MakeFreeRules
 from prefill_peer import PrefillPeer
 from raw_peer import SOON, proxy_of
 from tiny import tiny_node
@@ -52,13 +53,13 @@ def test_a_silent_prefill_node_fails_what_it_had_not_committed_and_nothing_else(
         def is_dead() -> bool:
             proxy.beat()
             other.live()
-            return receiving not in decode.node.rooms
+            return receiving not in decode.node.requests
 
         wait_until(is_dead, 5)
         failed = proxy.receive(Failed)
         assert failed.room == receiving
         assert f"prefill node {prefill.name} failed: no heartbeat" in failed.error.message
-        assert not state_of(decode, safe).terminal
+        assert not state_of(decode, safe).is_terminal
         assert decode.node.ready
         lose(decode, other)
 
@@ -67,7 +68,7 @@ def test_a_silent_prefill_node_fails_what_it_had_not_committed_and_nothing_else(
         return proxy.receive(StepOutputs).outputs[0].finish is not None
 
     wait_until(has_finished, 10)
-    assert committed not in decode.node.rooms or is_idle(decode)
+    assert committed not in decode.node.requests or is_idle(decode)
 
 
 def test_after_a_loss_the_next_request_shakes_hands_again(
@@ -140,7 +141,7 @@ def test_a_receiver_that_raises_fails_its_request_alone(
     rooms = [ask(proxy, decode, prefill, [number] * 8) for number in (1, 2)]
     reserved = {(r := prefill.receive(Reservation)).room: r for _ in rooms}
     with decode.node.core.events.lock:
-        receiver = decode.node.rooms.get(rooms[0]).incoming.receiver
+        receiver = decode.node.requests.find_request(rooms[0]).incoming.receiver
         monkeypatch.setattr(receiver, method, broken)
     prefill.commit(reserved[rooms[0]], 0)
     failed = proxy.receive(Failed)
@@ -157,7 +158,7 @@ def test_a_receiver_that_is_done_before_the_commit_fails_its_request(
     room = ask(proxy, decode, prefill)
     prefill.receive(Reservation)
     with decode.node.core.events.lock:
-        receiver = decode.node.rooms.get(room).incoming.receiver
+        receiver = decode.node.requests.find_request(room).incoming.receiver
         monkeypatch.setattr(receiver, "poll", lambda: TransferState.DONE)
     assert "an end before the commit" in proxy.receive(Failed).error.message
 
@@ -169,7 +170,7 @@ def test_pages_wait_for_a_receiver_that_raises_when_its_request_ends(
     prefill.receive(Reservation)
     asked = []
     with decode.node.core.events.lock:
-        receiver = decode.node.rooms.get(room).incoming.receiver
+        receiver = decode.node.requests.find_request(room).incoming.receiver
     abort = receiver.abort
 
     def abort_and_raise() -> None:
@@ -185,7 +186,7 @@ def test_pages_wait_for_a_receiver_that_raises_when_its_request_ends(
     proxy.send(Abort(to=decode.instance_id, sender=proxy.name, room=room))
     assert prefill.receive(AbortRoom).room == room
     wait_until(lambda: len(asked) > 1, 5)
-    assert decode.node.core.memory.counts()["quarantined"] == 6
+    assert decode.node.core.memory.count_pages()["quarantined"] == 6
     monkeypatch.undo()
 
 
@@ -221,13 +222,13 @@ def test_delays_of_a_prefill_node_are_known_from_it_and_before_that_from_the_pro
     patience = decode.node.transfers[-1].patience
     beat = ProxyHeartbeat(to="", sender=proxy.name, run_delay=1.0, run_delays={prefill.name: 2.0})
     proxy.send(beat)
-    wait_until(lambda: patience.total(prefill.name) == 2.0, 5)
-    assert patience.total(proxy.name) == 1.0
+    wait_until(lambda: patience.peer_total(prefill.name) == 2.0, 5)
+    assert patience.peer_total(proxy.name) == 1.0
     ask(proxy, decode, prefill)
     prefill.receive(Reservation)
     own = PeerHeartbeat(to=decode.instance_id, sender=prefill.name, run_delay=4.0)
     prefill.send(own)
-    wait_until(lambda: patience.total(prefill.name) == 4.0, 5)
+    wait_until(lambda: patience.peer_total(prefill.name) == 4.0, 5)
     assert proxy.receive(NodeHeartbeat, 2).run_delay >= 0.0
 
 
@@ -243,15 +244,17 @@ def test_an_endpoint_that_is_no_address_fails_the_request(
 def test_nodes_that_are_met_before_a_request_names_them_are_bounded(
     decode: NodeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    peers, asked = decode.node.receiving.prefill_peers, []
-    monkeypatch.setattr(peers, "want", lambda url, instance, then, ahead: asked.append(instance))
+    peers, asked = decode.node.receiving.handshakes, []
+    monkeypatch.setattr(
+        peers, "connect_peer", lambda url, instance, then, ahead: asked.append(instance)
+    )
     for turn in range(3):
         names = {f"{turn}-{number}": "http://127.0.0.1:9" for number in range(MAX_MEETINGS - 1)}
         with decode.node.core.events.event():
-            peers.meet(names, 1000.0)
+            peers.meet_peers(names, 1000.0)
     assert len(asked) == len(set(asked)) == MAX_MEETINGS
     with decode.node.core.events.event():
-        peers.meet({"later": "http://127.0.0.1:9"}, 1100.0)
+        peers.meet_peers({"later": "http://127.0.0.1:9"}, 1100.0)
     assert asked[-1] == "later"
 
 
@@ -264,7 +267,7 @@ def test_only_the_peer_of_a_hand_off_says_when_its_prompt_will_be_computed(
 
     def expected() -> int:
         with decode.node.core.events.lock:
-            return len(list(receiving.expected(60.0)))
+            return len(list(receiving.iter_expected(60.0)))
 
     with PrefillPeer(decode) as other:
         ask(proxy, decode, other)
@@ -293,10 +296,10 @@ def test_memory_is_reserved_once_the_peer_alone_says_that_it_has_the_grammar(
 ) -> None:
     """And prompts without a grammar do not wait for that."""
 
-    def known(grammar: Grammar, done: Any, owner: str = "") -> None:
-        done(lambda _: None)
+    def known(grammar: Grammar, done: Any, owner: str = "", **_: Any) -> None:
+        done(MakeFreeRules())
 
-    monkeypatch.setattr(decode.node.core.grammars, "want", known)
+    monkeypatch.setattr(decode.node.core.grammars, "request_rules", known)
     params = {"max_tokens": 4, "grammar": Grammar("regex", "a")}
     room = ask(proxy, decode, prefill, params=params)
     for _ in range(2):  # it repeats what may have been lost
@@ -308,7 +311,7 @@ def test_memory_is_reserved_once_the_peer_alone_says_that_it_has_the_grammar(
         other.send(GrammarReady(to=decode.instance_id, sender=prefill.name, room=room))
         prefill.has_grammar(b"an unknown room.")
         handled(decode)
-        assert decode.node.core.memory.counts()["reserved"] == 6, "the other's"
+        assert decode.node.core.memory.count_pages()["reserved"] == 6, "the other's"
         plain = ask(proxy, decode, prefill, [1] * 8)
         assert prefill.receive(Reservation).room == plain
         for _ in range(3):

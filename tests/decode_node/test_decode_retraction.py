@@ -83,20 +83,20 @@ def test_kv_beyond_the_host_memory_cap_is_computed_again(limit: int) -> None:
     with tiny_cluster(**POOL, retraction_host_memory=limit) as cluster:
         decode = cluster.decode[0].node.scheduler.decode
         used = []
-        retract = decode._retract
+        retract = decode._retract_sequence
 
         def watching(sequence: Any) -> None:
             retract(sequence)
             used.append(decode._host_used)
 
-        decode._retract = watching
+        decode._retract_sequence = watching
         sent = [cluster.client.generate(p, cluster.pair, max_tokens=60) for p in prompts]
         assert [request.tokens(30) for request in sent] == expected
         assert used and max(used) <= limit
         cluster.wait_idle()
 
 
-@pytest.mark.parametrize("what", ["saved", "restored"])
+@pytest.mark.parametrize("what", ["save", "restore"])
 def test_kv_for_whose_copy_there_is_no_memory_is_computed_again(
     what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -114,14 +114,14 @@ def test_kv_for_whose_copy_there_is_no_memory_is_computed_again(
             scatter(some, [torch.full_like(copy[:, :, : len(some)], 7.0) for copy in copies])
             no_memory(pages)
 
-        if what == "saved":
+        if what == "save":
             monkeypatch.setattr(node.engine.pool, "gather_pages", no_memory)
         else:
             monkeypatch.setattr(node.engine.pool, "scatter_pages", half_restored)
         sent = [cluster.client.generate(p, cluster.pair, max_tokens=60) for p in prompts]
         assert [request.tokens(30) for request in sent] == expected
         assert retractions(cluster) > 0
-        assert f"KV of a retracted sequence was not {what}: RuntimeError" in caplog.text
+        assert f"cannot {what} the KV of a retracted sequence: RuntimeError" in caplog.text
         cluster.wait_idle()
         assert node.ready
         assert node.scheduler.decode._host_used == 0

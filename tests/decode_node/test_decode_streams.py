@@ -125,15 +125,15 @@ def test_choices_share_the_prompt_and_its_transfer(cluster: Cluster) -> None:
     decode = cluster.decode[0].node
     before = decode.core.metrics.transferred_bytes._value.get()
     pages: list[int] = []
-    process = decode.scheduler.process
+    process = decode.scheduler.process_step
 
     def watching(works: Any) -> None:
-        pages.append(decode.core.memory.counts()["locked"])
+        pages.append(decode.core.memory.count_pages()["locked"])
         process(works)
 
-    decode.scheduler.process = watching
+    decode.scheduler.process_step = watching
     request = choices_of(cluster, cluster.pair, prompt, n=8, max_tokens=4)
-    decode.scheduler.process = process
+    decode.scheduler.process_step = process
     assert request.transferred_bytes == 43 * TOKEN_BYTES
     assert decode.core.metrics.transferred_bytes._value.get() - before == 43 * TOKEN_BYTES
     # 10 whole pages of the prompt are shared; each choice has one or two of its own.
@@ -171,7 +171,7 @@ def test_when_the_proxy_ended_every_choice_nothing_is_left_and_the_answer_is_cac
     assert request.error is None
     node = nodes[-1].node
     conversation = np.array([*prompt, *list(request.choices[0].tokens.values())[:20]], np.int32)
-    assert node.core.memory.radix.peek(conversation) == 40
+    assert node.core.memory.radix.count_cached(conversation) == 40
     assert node.core.metrics.failed.labels("aborted")._value.get() == 0
 
 

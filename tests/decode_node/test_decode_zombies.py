@@ -35,7 +35,7 @@ class Zombies:
     def _receiver(self, *args: Any) -> Any:
         receiver = self._make(*args)
         self._patch.setattr(receiver, "drained", self.drained.is_set)
-        self._patch.setattr(receiver, "peer_drained", self.drained.set)
+        self._patch.setattr(receiver, "on_peer_drained", self.drained.set)
         return receiver
 
     def no_more(self, decode: NodeServer) -> None:
@@ -44,8 +44,8 @@ class Zombies:
 
 
 def quarantined(decode: NodeServer) -> int:
-    decode.node.check()
-    return decode.node.core.memory.counts()["quarantined"]
+    decode.node.check_books()
+    return decode.node.core.memory.count_pages()["quarantined"]
 
 
 def serve(decode: NodeServer, prefill: PrefillPeer, proxy: RawPeer, first: int) -> None:
@@ -61,7 +61,7 @@ def serve(decode: NodeServer, prefill: PrefillPeer, proxy: RawPeer, first: int) 
     def finished() -> bool:
         proxy.beat()
         prefill.live()
-        return room not in decode.node.rooms
+        return room not in decode.node.requests
 
     wait_until(finished, 5)
 

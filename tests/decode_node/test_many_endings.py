@@ -34,7 +34,7 @@ def test_2000_waiting_rooms_that_get_no_receiver_end_one_after_the_other(
     node, receiving = decode.node, decode.node.receiving
     with node.core.events.lock:
         allocator = node.core.memory.allocator
-        hole = allocator.allocate(allocator.count(PageState.FREE), PageState.OWNED)
+        hole = allocator.allocate_pages(allocator.count_pages(PageState.FREE), PageState.OWNED)
     rooms = [ask(proxy, decode, prefill, PROMPT) for _ in range(ROOMS)]
 
     def all_connected() -> bool:
@@ -44,13 +44,13 @@ def test_2000_waiting_rooms_that_get_no_receiver_end_one_after_the_other(
 
     wait_until(all_connected, 30)
     with node.core.events.lock:
-        allocator.free(hole, PageState.OWNED)
+        allocator.free_pages(hole, PageState.OWNED)
     failed = [proxy.receive(Failed, 30) for _ in rooms]
     assert {message.room for message in failed} == set(rooms)
     assert {message.error.message for message in failed} == {"no receiver today"}
     wait_until(lambda: is_idle(decode), 5, node.server_info)
-    assert node.core.memory.counts()["free"] == node.core.memory.num_pages
-    node.check()
+    assert node.core.memory.count_pages()["free"] == node.core.memory.num_pages
+    node.check_books()
 
 
 def test_2000_waiting_rooms_that_lose_their_prefill_node_end_in_one_event(
@@ -59,7 +59,7 @@ def test_2000_waiting_rooms_that_lose_their_prefill_node_end_in_one_event(
     # No room but that of the first fits before its commit.
     rooms = [ask(proxy, decode, prefill, [1] * 200) for _ in range(ROOMS)]
     wait_until(lambda: len(decode.node.receiving.preallocation) == ROOMS - 1, 30)
-    decode.node.check()
+    decode.node.check_books()
     lose(decode, prefill)
     assert {proxy.receive(Failed, 30).room for _ in rooms} == set(rooms)
     wait_until(lambda: is_idle(decode), 5, decode.node.server_info)

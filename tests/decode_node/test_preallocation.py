@@ -57,7 +57,7 @@ def test_memory_that_a_prefill_node_returns_is_reserved_anew(
     prefill.commit(again, sender.bytes_sent)
     assert prefill.receive(CommitAck).epoch == again.epoch
     assert prefill.receive(Reservation).room == waiting
-    decode.node.check()
+    decode.node.check_books()
 
 
 def test_memory_that_a_prefill_node_returns_after_its_commit_is_not_used(
@@ -79,7 +79,7 @@ def test_a_dead_prefill_node_does_not_hold_up_requests_of_others(
     proxy: RawPeer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(decode.node.receiving.prefill_peers._directory, "_timeout", 60.0)
+    monkeypatch.setattr(decode.node.receiving.handshakes._directory, "_timeout", 60.0)
     with socket.create_server(("127.0.0.1", 0)) as deaf:  # connects, never answers
         url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
         dead = make_generate(
@@ -90,10 +90,10 @@ def test_a_dead_prefill_node_does_not_hold_up_requests_of_others(
             peer_bootstrap=url,
         )
         proxy.send(dead)
-        wait_until(lambda: dead.room in decode.node.rooms, 5)
+        wait_until(lambda: dead.room in decode.node.requests, 5)
         room = ask(proxy, decode, prefill, [2] * 8)
         assert prefill.receive(Reservation, SOON).room == room
-        assert dead.room in decode.node.rooms
+        assert dead.room in decode.node.requests
     failed = proxy.receive(Failed)  # hung up
     assert (failed.room, "dead-prefill-node" in failed.error.message) == (dead.room, True)
 
@@ -165,9 +165,9 @@ def growth(reserve: DecodeReserve, *produced: int, max_tokens: int = 1000) -> in
     for count in produced:
         sequence = make_request([1, 2], params={"max_tokens": max_tokens}).sequence
         for _ in range(count):
-            sequence.append(0)
+            sequence.append_token(0)
         sequences.append(sequence)
-    return reserve.growth(sequences, page_size=1)
+    return reserve.count_growth(sequences, page_size=1)
 
 
 def test_the_reserve_starts_at_its_limit() -> None:
@@ -186,31 +186,31 @@ def test_who_is_longer_than_expected_still_counts() -> None:
 def test_pages_are_rounded_up_for_each_sequence() -> None:
     reserve = DecodeReserve(9)
     sequences = [make_request([1], params={"max_tokens": 100}).sequence for _ in range(3)]
-    assert reserve.growth(sequences, page_size=4) == 3 * 3
+    assert reserve.count_growth(sequences, page_size=4) == 3 * 3
 
 
 def test_short_outputs_shrink_the_reserve_and_a_retraction_doubles_it() -> None:
     reserve = DecodeReserve(512)
     for _ in range(100):
-        reserve.finished(16)
+        reserve.note_finished(16)
     assert 16 <= reserve.expected < 17
-    reserve.retracted()
+    reserve.note_retracted()
     assert 32 <= reserve.expected < 34
     for _ in range(10):
-        reserve.retracted()
+        reserve.note_retracted()
     assert reserve.expected == 512
 
 
 def test_outputs_beyond_the_limit_count_as_the_limit() -> None:
     reserve = DecodeReserve(64)
-    reserve.finished(100_000)
+    reserve.note_finished(100_000)
     assert reserve.expected == 64
 
 
 def test_a_limit_of_nothing_reserves_a_page_each() -> None:
     reserve = DecodeReserve(0)
-    reserve.retracted()
-    reserve.finished(10)
+    reserve.note_retracted()
+    reserve.note_finished(10)
     assert growth(reserve, 0, 5) == 2
 
 
@@ -226,9 +226,9 @@ def test_an_abort_during_the_handshake_leaves_nothing() -> None:
                 [1] * 8, to=decode.instance_id, sender=proxy.name, peer="p", peer_bootstrap=url
             )
             proxy.send(message)
-            wait_until(lambda: message.room in decode.node.rooms, 5)
+            wait_until(lambda: message.room in decode.node.requests, 5)
             with decode.node.core.events.event():
-                decode.node.abort(None)
+                decode.node.abort_rid(None)
             assert is_idle(decode)
             assert proxy.receive(Failed).error.kind == "aborted"
     finally:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from cluster import is_idle, wait_until
 from decode_helpers import PROMPT, ask, handled, lose, state_of
+from free_rules import MakeFreeRules
 from prefill_peer import PrefillPeer, is_ones
 from raw_peer import SOON, proxy_of
 from tiny import TOKEN_BYTES, tiny_head, tiny_node
@@ -27,14 +28,15 @@ from pd.core.messages import (
     Reservation,
     StepOutputs,
 )
-from pd.core.request import RequestState
 from pd.engine.page_allocator import PageState
 from pd.grammar.compiler import CompileLimits
 from pd.grammar.grammars import Grammars
+from pd.scheduling.request import RequestState
 
 if TYPE_CHECKING:
     from raw_peer import RawPeer
 
+    from pd.engine.rule_budget import RuleBudget
     from pd.launch import NodeServer
 
 # ---- the good way
@@ -49,9 +51,9 @@ def test_kv_is_used_only_after_commit_and_token_1_is_repeated(
     sender = prefill.push(reservation, len(PROMPT))
     handled(decode)
     assert state_of(decode, room) is RequestState.RECEIVING
-    assert decode.node.core.memory.counts()["reserved"] == 6
-    assert decode.node.core.memory.radix.peek(np.array(PROMPT, np.int32)) == 0
-    pages = decode.node.rooms.get(room).sequence.pages.copy()
+    assert decode.node.core.memory.count_pages()["reserved"] == 6
+    assert decode.node.core.memory.radix.count_cached(np.array(PROMPT, np.int32)) == 0
+    pages = decode.node.requests.find_request(room).sequence.pages.copy()
     prefill.commit(reservation, sender.bytes_sent)
     assert prefill.receive(CommitAck).epoch == reservation.epoch
     (output,) = proxy.receive(StepOutputs).outputs
@@ -84,7 +86,7 @@ def test_choices_that_ended_with_token_1_or_at_the_proxy_do_not_run(
     room = ask(proxy, decode, prefill, params={"n": 4, "max_tokens": 6})
     reservation = prefill.receive(Reservation)
     proxy.send(Abort(to=decode.instance_id, sender=proxy.name, room=room, index=2))
-    wait_until(lambda: decode.node.rooms.get(room).ended_choices == {2}, 5)
+    wait_until(lambda: decode.node.requests.find_request(room).ended_choices == {2}, 5)
     sender = prefill.push(reservation, len(PROMPT))
     stopped = FirstToken(1, 8, finish=Finish("stop", 8))
     tokens = [FirstToken(0, 7), stopped, FirstToken(2, 9), FirstToken(3, 10)]
@@ -178,7 +180,7 @@ def test_a_node_without_a_head_takes_no_drafter_state(
     prefill.commit(reservation, sender.bytes_sent, drafter_state=bytes(5))
     failed = proxy.receive(Failed)
     assert failed.error.kind == "transfer"
-    assert "a drafter state of 5 bytes, not of 0" in failed.error.message
+    assert "a drafter state of 5 bytes; expected 0" in failed.error.message
 
 
 def test_a_drafter_state_of_another_size_fails_its_request_alone() -> None:
@@ -200,12 +202,12 @@ def test_a_drafter_state_of_another_size_fails_its_request_alone() -> None:
                 else:
                     failed = proxy.receive(Failed)
                     assert failed.error.kind == "transfer"
-                    told = f"a drafter state of {size} bytes, not of {right}"
+                    told = f"a drafter state of {size} bytes; expected {right}"
                     assert told in failed.error.message
                     assert prefill.receive(AbortRoom).epoch == reservation.epoch
                 wait_until(lambda: is_idle(node), 10)
             assert proxy.receive(StepOutputs).outputs[0].token_ids == [7]
-            node.node.check()
+            node.node.check_books()
             lose(node, prefill)
     finally:
         node.stop()
@@ -303,7 +305,7 @@ def test_another_prefill_node_cannot_end_a_room(
         assert other.receive(AbortRoom).room == room
         assert state_of(decode, room) is RequestState.RECEIVING
         other.give_up(mine, 0)
-        wait_until(lambda: mine not in decode.node.rooms, 5)
+        wait_until(lambda: mine not in decode.node.requests, 5)
         lose(decode, other)
     sender = prefill.push(reservation, len(PROMPT))
     prefill.commit(reservation, sender.bytes_sent)
@@ -320,20 +322,20 @@ def test_a_proxys_abort_reaches_p_until_the_commit(
         with (
             decode.node.core.events.lock
         ):  # memory for the second comes only when the first is gone
-            taken = decode.node.core.memory.allocator.count(PageState.FREE)
-            hole = decode.node.core.memory.allocator.allocate(taken, PageState.OWNED)
+            taken = decode.node.core.memory.allocator.count_pages(PageState.FREE)
+            hole = decode.node.core.memory.allocator.allocate_pages(taken, PageState.OWNED)
         room = ask(proxy, decode, prefill, [1] * 40)
-        wait_until(lambda: room in decode.node.rooms, 5)
+        wait_until(lambda: room in decode.node.requests, 5)
     if stage == "running":
         sender = prefill.push(reservation, len(PROMPT))
         prefill.commit(reservation, sender.bytes_sent)
         proxy.receive(StepOutputs)
     handled(decode)
     proxy.send(Abort(to=decode.instance_id, sender=proxy.name, room=room))
-    wait_until(lambda: room not in decode.node.rooms, SOON)
+    wait_until(lambda: room not in decode.node.requests, SOON)
     if stage == "preallocating":
         assert prefill.receive(AbortRoom, SOON).epoch == 0
-        decode.node.core.memory.allocator.free(hole, PageState.OWNED)
+        decode.node.core.memory.allocator.free_pages(hole, PageState.OWNED)
     elif stage == "receiving":
         assert prefill.receive(AbortRoom, SOON).epoch == reservation.epoch
     else:
@@ -344,23 +346,37 @@ def test_a_proxys_abort_reaches_p_until_the_commit(
 class _Only9:
     """Rules that allow token 9 alone."""
 
-    ended = jumps_forward = False
+    has_ended = jumps_forward = is_quick = False
+    first_mask = None
 
-    def fresh(self) -> _Only9:
+    def __init__(self, budget: RuleBudget) -> None:
+        self.budget = budget
+
+    def ends_with(self, token: int) -> bool:
+        return False
+
+    def fork_rules(self) -> _Only9:
         return self
 
     def fill_mask(self, mask: Any) -> None:
         mask[:] = 0
         mask[0] = 1 << 9
 
-    def advance(self, token: int) -> bool:
+    def accept_token(self, token: int) -> bool:
         return token == 9
 
-    def rollback(self, count: int) -> None:
+    def roll_back(self, count: int) -> None:
         """Nothing to take back."""
 
-    def forced(self, ids: Any) -> list[int]:
+    def find_forced(self, ids: Any) -> list[int]:
         return []
+
+
+class _MakeOnly9(MakeFreeRules):
+    """Makes these rules for every choice."""
+
+    def __call__(self, ending: Any) -> Any:
+        return _Only9(self._budget)
 
 
 @pytest.mark.parametrize(("first", "is_right"), [(9, True), (7, False)])
@@ -368,7 +384,9 @@ def test_a_token_1_that_the_grammar_forbids_fails_its_request_alone(
     monkeypatch: pytest.MonkeyPatch, first: int, is_right: bool
 ) -> None:
     made = Grammars("no tokens", CompileLimits(1.0, 1, 1), 0)
-    monkeypatch.setattr(made, "want", lambda _, done, owner="": done(lambda _: _Only9()))
+    monkeypatch.setattr(
+        made, "request_rules", lambda _, done, owner="", **_options: done(_MakeOnly9())
+    )
     monkeypatch.setattr(assembly, "make_grammars", lambda *_: made)
     node = tiny_node("decode")
     try:
@@ -386,7 +404,7 @@ def test_a_token_1_that_the_grammar_forbids_fails_its_request_alone(
             else:
                 assert "forbids token 7" in proxy.receive(Failed).error.message
             wait_until(lambda: is_idle(node), 10)
-            node.node.check()
+            node.node.check_books()
             lose(node, prefill)
     finally:
         node.stop()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pd.engine.digests import IntArray
 
 DAMAGED_TOKENS = 333
-_right = Digests.start
+_right = Digests.start_digest
 
 
 def _start(self: Digests, pages: IntArray, cached: Sequence[int], stop: int) -> Future[bytes]:
@@ -25,12 +25,12 @@ def _start(self: Digests, pages: IntArray, cached: Sequence[int], stop: int) -> 
     if stop == DAMAGED_TOKENS:
         pool, token = self._pool, (min(cached) + stop) // 2
         size = pool.layout.page_size
-        cell = pool.value(1)[int(pages[token // size]) * size + token % size]
+        cell = pool.get_values(1)[int(pages[token // size]) * size + token % size]
         # Of the exponent: a token computed with it is another.
         cell.view(torch.uint8)[0, cell.element_size() - 1] ^= 0x40
     return _right(self, pages, cached, stop)
 
 
 if __name__ == "__main__":
-    Digests.start = _start
+    Digests.start_digest = _start
     sys.exit(launch())

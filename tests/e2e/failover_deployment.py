@@ -66,7 +66,7 @@ class Place:
 
     @property
     def busy(self) -> bool:
-        return any(True for _ in self.server.node.rooms.live())
+        return any(True for _ in self.server.node.requests.iter_live())
 
     @property
     def has_cached(self) -> bool:

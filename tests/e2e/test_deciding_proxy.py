@@ -18,8 +18,8 @@ from tiny import tiny_node
 
 from pd.core.messages import LEASE_SECONDS, PreferRole
 from pd.proxy.config import ProxyConfig
-from pd.proxy.processes.parent import ProxyProcesses
 from pd.proxy.server import ProxyThread
+from pd.proxy.workers.parent import ProxyProcesses
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -97,10 +97,10 @@ def test_every_proxy_follows_the_one_that_decides_and_administrators(
         (decider,) = deciders(nodes)
         pools = {p.proxy._pool._sockets.instance_id: p.proxy._pool for p in proxies}
         pool = pools[decider]
-        assert [p._lease.decides() for p in pools.values()].count(True) == 1
+        assert [p._lease.is_decider() for p in pools.values()].count(True) == 1
 
         async def move(role: Role) -> None:
-            pool._order(pool.nodes[2], role)
+            pool._order_role(pool.nodes[2], role)
 
         by_decider = next(p for p in proxies if p.proxy._pool is pool)
         by_decider.run(move("prefill"))
@@ -122,7 +122,9 @@ def test_every_proxy_follows_the_one_that_decides_and_administrators(
             assert worker.roles is not None
             term = worker.roles.term
             sender = other.proxy._pool._sockets.instance_id
-            worker.send(PreferRole(to=worker.instance_id, sender=sender, role="decode", term=term))
+            worker.send_message(
+                PreferRole(to=worker.instance_id, sender=sender, role="decode", term=term)
+            )
 
         other.run(move_without())
         by_decider.run(move("unified"))  # comes after it
@@ -137,7 +139,7 @@ def test_every_proxy_follows_the_one_that_decides_and_administrators(
         assert not leases(nodes)[1]["fixed"]
 
         async def move_again() -> None:
-            pool._order(pool.nodes[1], "decode")
+            pool._order_role(pool.nodes[1], "decode")
 
         by_decider.run(move_again())
         expected[1] = "decode"
@@ -179,7 +181,7 @@ def test_a_node_that_was_moved_and_is_started_again_has_its_own_role_at_every_pr
 
         async def move() -> None:
             pool = old.proxy._pool
-            pool._order(pool.nodes[2], "prefill")
+            pool._order_role(pool.nodes[2], "prefill")
 
         old.run(move())
         wait_until(lambda: roles(old.url)[2] == "prefill", 20)

@@ -16,10 +16,10 @@ from cluster import TokenClient, random_prompts, wait_idle, wait_until
 from tiny import tiny_node
 
 from pd.proxy.config import ProxyConfig
-from pd.proxy.processes.parent import ProxyProcesses
-from pd.proxy.reported_prefixes import ReportedPrefixes
+from pd.proxy.nodes.reported_prefixes import ReportedPrefixes
 from pd.proxy.server import Proxy, ProxyThread
-from pd.radix.prefix_hashes import as_numbers
+from pd.proxy.workers.parent import ProxyProcesses
+from pd.radix.prefix_hashes import to_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -114,7 +114,7 @@ def test_prompts_that_wait_move_to_the_idle_node_and_give_the_same_tokens(
         prefill, decode = deployment.prefill, deployment.decode
         prompts = list(random_prompts(seed, [5, 60, 150, 200, 300, 400] * 8))
         scheduler = prefill.node.scheduler.prefill
-        monkeypatch.setattr(scheduler, "plan", lambda budget, most: [])
+        monkeypatch.setattr(scheduler, "plan_step", lambda budget, most: [])
         other = TokenClient([prefill, decode])
         stack.callback(other.close)
         with ThreadPoolExecutor(len(prompts)) as pool:
@@ -215,7 +215,7 @@ def test_the_proxy_knows_what_nodes_have_cached_under_eviction(
         if not all(isinstance(node.tree, ReportedPrefixes) for node in nodes):
             return False
         pairs = zip(nodes, caches, strict=True)
-        return all(w.tree._held == set(as_numbers(cache.hashes())) for w, cache in pairs)
+        return all(w.tree._held == set(to_numbers(cache.join_hashes())) for w, cache in pairs)
 
     rng = random.Random(seed)
     histories = list(random_prompts(seed, [300] * 20))

@@ -65,7 +65,7 @@ SAMPLE = every_two(CELLS, 5, apart=[(2, 3)])
 assert [*FACTORS][2:4] == ["moment", "feature"]
 
 
-_step = StepLoop._step
+_step = StepLoop._run_step
 
 
 class HeldTransfers:
@@ -76,7 +76,7 @@ class HeldTransfers:
         self._rooms: set[bytes] = set()
 
     def open(self, sending: SendingEnd, outgoing: OutgoingRoom) -> None:
-        """Takes the place of ``SendingEnd._open``."""
+        """Takes the place of ``SendingEnd._start_sending``."""
         room, length = outgoing.request.room, len(outgoing.request.prompt)
         if self.armed and length in held_transfers.HELD.values():
             self.armed = False
@@ -95,7 +95,7 @@ class HeldTransfers:
 def held() -> Iterator[HeldTransfers]:
     transfers = HeldTransfers()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SendingEnd, "_open", lambda *args: transfers.open(*args))
+        patch.setattr(SendingEnd, "_start_sending", lambda *args: transfers.open(*args))
         yield transfers
 
 
@@ -120,7 +120,7 @@ class HeldSteps:
         self.loops, self._nodes = frozenset(), {}
 
     def step(self, loop: StepLoop) -> None:
-        """Takes the place of ``StepLoop._step``."""
+        """Takes the place of ``StepLoop._run_step``."""
         if loop in self.loops:
             time.sleep(0.005)
             return
@@ -136,7 +136,7 @@ class HeldSteps:
 def steps() -> Iterator[HeldSteps]:
     held = HeldSteps()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StepLoop, "_step", lambda loop: held.step(loop))
+        patch.setattr(StepLoop, "_run_step", lambda loop: held.step(loop))
         yield held
 
 
@@ -248,12 +248,16 @@ def wait_for(deployment: FailoverDeployment, answer: Answer, moment: str, steps:
         wait_until(lambda: any(place.busy for place in deployment.decode), 20)
     elif moment == "after the transfer":
         wait_until(lambda: answer.num_tokens, 20)
-        wait_until(lambda: any(p.server.node.queues()["waiting"] for p in deployment.decode), 20)
+        wait_until(
+            lambda: any(p.server.node.count_queues()["waiting"] for p in deployment.decode), 20
+        )
     elif moment == "decode":
         wait_until(lambda: answer.num_tokens > 5, 20)
     else:
         wait_until(lambda: answer.num_tokens, 20)
-        wait_until(lambda: any(p.server.node.queues()["transfer"] for p in deployment.decode), 20)
+        wait_until(
+            lambda: any(p.server.node.count_queues()["transfer"] for p in deployment.decode), 20
+        )
 
 
 @pytest.mark.parametrize(

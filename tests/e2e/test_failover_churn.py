@@ -5,28 +5,21 @@ from __future__ import annotations
 
 import argparse
 import random
-import sys
-from importlib import util
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from programs import import_program
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
-PROGRAM = Path(__file__).parents[2] / "benchmarks" / "failover.py"
 SECONDS = 25.0
 
 
 @pytest.fixture(scope="module")
 def failover() -> Any:
-    spec = util.spec_from_file_location("failover", PROGRAM)
-    assert spec is not None and spec.loader is not None
-    module = util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # for its dataclasses
-    spec.loader.exec_module(module)
-    return module
+    return import_program("benchmarks/failover.py")
 
 
 @pytest.mark.full

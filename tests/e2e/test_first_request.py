@@ -52,7 +52,7 @@ def test_the_first_request_opens_no_link(backend: Backend) -> None:
         everybody = {server.node.instance_id for server in prefill}
         for server in decode:
             wait_until(
-                lambda s=server: set(s.node.receiving.linked() or ()) == everybody,
+                lambda s=server: set(s.node.receiving.list_linked_peers() or ()) == everybody,
                 READY_GRACE_SECONDS,
             )
             assert {peer.instance_id for peer in server.node.transfer_peers()} == everybody
@@ -70,12 +70,15 @@ def test_a_prefill_node_that_comes_later_is_met_before_its_first_request() -> No
             stack.callback(server.stop)
         config = ProxyConfig(port=0, prefill=[nodes["prefill"].url], decode=[nodes["decode"].url])
         proxy = stack.enter_context(ProxyThread(config))
-        linked = nodes["decode"].node.receiving.linked()
+        linked = nodes["decode"].node.receiving.list_linked_peers()
         assert linked == [nodes["prefill"].node.instance_id], "the proxy was ready before the link"
         late = tiny_node("prefill")
         stack.callback(late.stop)
         body = {"role": "prefill", "url": late.url}
         assert httpx.post(f"{proxy.url}/workers", json=body, timeout=10).status_code == 200
         wait_until(
-            lambda: late.node.instance_id in (nodes["decode"].node.receiving.linked() or ()), 10.0
+            lambda: (
+                late.node.instance_id in (nodes["decode"].node.receiving.list_linked_peers() or ())
+            ),
+            10.0,
         )

@@ -32,7 +32,7 @@ from processes import (
 from security.listening import listening
 
 from pd.core.messages import LEASE_SECONDS
-from pd.core.starvation import CEILING_SECONDS, RUN_DELAY
+from pd.util.starvation import CEILING_SECONDS, RUN_DELAY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -343,9 +343,9 @@ def spoil_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     # A head drafts behind the step, and `draft` only asks for what it made.
     for drafter, method in (
-        (EagleDrafter, "_draft"),
-        (ModelDrafter, "draft"),
-        (NgramDrafter, "draft"),
+        (EagleDrafter, "_draft_asks"),
+        (ModelDrafter, "draft_tokens"),
+        (NgramDrafter, "draft_tokens"),
     ):
         monkeypatch.setattr(drafter, method, spoil(getattr(drafter, method)))
 

@@ -35,12 +35,12 @@ def test_begins_as_zeros_of_its_dtype(dtype: str) -> None:
     assert pool.planes[0].buffer.dtype == getattr(torch, dtype)
     assert not pool.planes[0].buffer.any()
     total = pool.planes[0].buffer.numel() * pool.planes[0].buffer.element_size()
-    assert KVPool.page_bytes(layout) * 4 == total
+    assert KVPool.count_page_bytes(layout) * 4 == total
 
 
 def test_keys_and_values_are_views(pool: KVPool) -> None:
-    assert torch.equal(pool.key(1), pool.planes[0].buffer[1, 0])
-    pool.value(2)[5] = -1
+    assert torch.equal(pool.get_keys(1), pool.planes[0].buffer[1, 0])
+    pool.get_values(2)[5] = -1
     assert (pool.planes[0].buffer[2, 1, 5] == -1).all()
 
 
@@ -94,29 +94,31 @@ def test_planes_lie_in_one_allocation(planes: KVPool) -> None:
     ]
     assert [plane.first_layer for plane in planes.planes] == [0, 2, 3]
     begin = planes.memory.data_ptr()
-    for plane, extent in zip(planes.planes, PLANES.extents(56), strict=True):
+    for plane, extent in zip(planes.planes, PLANES.plane_extents(56), strict=True):
         assert plane.buffer.is_contiguous()
         assert plane.buffer.data_ptr() - begin == extent.start
         assert plane.buffer.nbytes == len(extent)
-    assert KVPool.page_bytes(PLANES) * 7 == sum(plane.buffer.nbytes for plane in planes.planes)
+    assert KVPool.count_page_bytes(PLANES) * 7 == sum(
+        plane.buffer.nbytes for plane in planes.planes
+    )
     assert (planes.device, planes.dtype) == (torch.device("cpu"), torch.float32)
 
 
 def test_layers_are_numbered_through_all_planes(planes: KVPool) -> None:
     model, latent, head = (plane.buffer.view(torch.int16) for plane in planes.planes)
-    assert torch.equal(planes.value(1).view(torch.int16), model[1, 1])
-    assert torch.equal(planes.key(2).view(torch.int16), latent[0, 0])
-    assert torch.equal(planes.value(2).view(torch.int16), latent[0, 0]), "of a lone vector"
-    assert torch.equal(planes.value(3).view(torch.int16), head[0, 1])
+    assert torch.equal(planes.get_values(1).view(torch.int16), model[1, 1])
+    assert torch.equal(planes.get_keys(2).view(torch.int16), latent[0, 0])
+    assert torch.equal(planes.get_values(2).view(torch.int16), latent[0, 0]), "of a lone vector"
+    assert torch.equal(planes.get_values(3).view(torch.int16), head[0, 1])
 
 
 def test_a_view_numbers_the_layers_of_its_plane_from_0(planes: KVPool) -> None:
-    view = planes.view("head")
+    view = planes.view_plane("head")
     assert (view.page_size, view.num_pages) == (8, 6)
-    assert view.key(0).data_ptr() == planes.key(3).data_ptr()
-    assert view.value(0).data_ptr() == planes.value(3).data_ptr()
+    assert view.get_keys(0).data_ptr() == planes.get_keys(3).data_ptr()
+    assert view.get_values(0).data_ptr() == planes.get_values(3).data_ptr()
     with pytest.raises(KeyError, match="tail"):
-        planes.view("tail")
+        planes.view_plane("tail")
 
 
 @pytest.mark.parametrize("copy_bytes", [1, 1 << 26])
@@ -125,12 +127,12 @@ def test_pages_of_all_planes_come_back_from_host_memory(
 ) -> None:
     monkeypatch.setattr("pd.engine.kv_pool._COPY_BYTES", copy_bytes)
     pages = np.array([5, 0, 2], np.int32)
-    digest = planes.digest(pages, (0,), 24)
+    digest = planes.compute_digest(pages, (0,), 24)
     copies = planes.gather_pages(pages)
     assert [tuple(copy.shape[:4]) for copy in copies] == [(2, 2, 3, 8), (1, 1, 3, 8), (1, 2, 3, 8)]
     planes.memory.zero_()
     planes.scatter_pages(np.array([1, 5, 3], np.int32), copies)
-    assert planes.digest(np.array([1, 5, 3], np.int32), (0,), 24) == digest
+    assert planes.compute_digest(np.array([1, 5, 3], np.int32), (0,), 24) == digest
     assert not any(plane.buffer[:, :, :8].any() for plane in planes.planes)
 
 

@@ -16,7 +16,7 @@ from checkpoints import (
 )
 from greedy_engine import generate, make_runner
 
-from pd.engine.model_runner import ForwardItem
+from pd.engine.forward_item import ForwardItem
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -33,7 +33,7 @@ def state(
         SamplingParams(**params), np.array(prompt or [0], np.int32), (VOCAB - 1,), VOCAB
     )
     for token in output or []:
-        made.observe(token)
+        made.observe_token(token)
     return made
 
 
@@ -43,11 +43,11 @@ def draw(
     """Tokens of ``count`` requests alike but for their seeds."""
     sampler = Sampler(len(logits), "cpu")
     states = [state(seed=seed, output=output, **params) for seed in range(count)]
-    return [s.token_id for s in sampler.sample(logits.expand(count, -1), states)]
+    return [s.token_id for s in sampler.sample_tokens(logits.expand(count, -1), states)]
 
 
 def greedy(logits: torch.Tensor, made: SamplingState) -> int:
-    return Sampler(VOCAB, "cpu").sample(logits[None], [made])[0].token_id
+    return Sampler(VOCAB, "cpu").sample_tokens(logits[None], [made])[0].token_id
 
 
 def assert_distributed(tokens: list[int], logits: torch.Tensor) -> None:
@@ -67,8 +67,8 @@ class TestDistribution:
     def test_over_the_positions_of_one_request(self) -> None:
         sampler, made, tokens = Sampler(VOCAB, "cpu"), state(seed=5), []
         for _ in range(3000):
-            tokens.append(sampler.sample(LOGITS[None], [made])[0].token_id)
-            made.observe(tokens[-1])
+            tokens.append(sampler.sample_tokens(LOGITS[None], [made])[0].token_id)
+            made.observe_token(tokens[-1])
         assert_distributed(tokens, LOGITS)
 
     @pytest.mark.parametrize("temperature", [0.5, 2.0])
@@ -155,9 +155,9 @@ class TestGreedy:
         logits = torch.tensor([4.0, 0.49, 0.51] + [-9.0] * 47)
         penalties = {"repetition_penalty": 2.0, "frequency_penalty": 0.5, "presence_penalty": 0.5}
         sampler, made = Sampler(VOCAB, "cpu"), state(temperature=0.0, output=[0, 0], **penalties)
-        assert sampler.sample(logits[None], [made])[0].token_id == 2
+        assert sampler.sample_tokens(logits[None], [made])[0].token_id == 2
         without = logits.index_fill(0, torch.tensor([2]), -9.0)
-        assert sampler.sample(without[None], [made])[0].token_id == 0
+        assert sampler.sample_tokens(without[None], [made])[0].token_id == 0
 
     def test_many_output_tokens_are_remembered(self) -> None:
         made = state(temperature=0.0, presence_penalty=2.0, output=list(range(VOCAB - 1)) * 9)
@@ -169,20 +169,20 @@ class TestGreedy:
         for expected in (VOCAB - 3, VOCAB - 3, VOCAB - 1):
             token = greedy(logits, made)
             assert token == expected
-            made.observe(token)
+            made.observe_token(token)
 
     def test_min_tokens_counts_a_token_once_that_is_observed_before_the_launch(self) -> None:
         """As beside a row with rules, for which the step before is accounted for meanwhile."""
         logits = torch.linspace(0, 1, VOCAB)[None]
         sampler, made = Sampler(VOCAB, "cpu"), state(temperature=0.0, min_tokens=3)
-        made.observe(3)
+        made.observe_token(3)
         known = torch.tensor([4])
-        prepared = sampler.prepare([Draw(made, follows=0)], known)
-        made.observe(4)
-        assert sampler.launch(logits, prepared).result()[0].token_id == VOCAB - 2
-        made.observe(VOCAB - 2)
-        prepared = sampler.prepare([Draw(made)])
-        assert sampler.launch(logits, prepared).result()[0].token_id == VOCAB - 1
+        prepared = sampler.prepare_draws([Draw(made, follows=0)], known)
+        made.observe_token(4)
+        assert sampler.launch_draws(logits, prepared).read_tokens()[0].token_id == VOCAB - 2
+        made.observe_token(VOCAB - 2)
+        prepared = sampler.prepare_draws([Draw(made)])
+        assert sampler.launch_draws(logits, prepared).read_tokens()[0].token_id == VOCAB - 1
 
     def test_min_tokens_leaves_an_ignored_end_of_sequence(self) -> None:
         made = state(temperature=0.0, min_tokens=2, ignore_eos=True)
@@ -218,15 +218,17 @@ class TestIndependence:
         ]
         for i, made in enumerate(states):
             for token in range(i):
-                made.observe(token * 3)
+                made.observe_token(token * 3)
         sampler = Sampler(size, "cpu")
         before = logits.clone()
-        together = sampler.sample(logits, states)
+        together = sampler.sample_tokens(logits, states)
         assert torch.equal(logits, before)
         for i in range(40):
-            assert sampler.sample(logits[i : i + 1], [states[i]]) == [together[i]]
+            assert sampler.sample_tokens(logits[i : i + 1], [states[i]]) == [together[i]]
         order = np.random.default_rng(0).permutation(40)
-        shuffled = sampler.sample(logits[torch.from_numpy(order)], [states[i] for i in order])
+        shuffled = sampler.sample_tokens(
+            logits[torch.from_numpy(order)], [states[i] for i in order]
+        )
         assert shuffled == [together[i] for i in order]
 
     def test_noise_depends_on_the_position_in_prompt_and_output(self) -> None:
@@ -238,23 +240,23 @@ class TestIndependence:
                 SamplingParams(max_tokens=99, seed=3), np.array(tokens[:cut], np.int32), (), VOCAB
             )
             for token in tokens[cut:]:
-                made.observe(token)
-            found += Sampler(VOCAB, "cpu").sample(torch.zeros(1, VOCAB), [made])
+                made.observe_token(token)
+            found += Sampler(VOCAB, "cpu").sample_tokens(torch.zeros(1, VOCAB), [made])
         assert found == found[:1] * 6
 
     def test_choices_draw_different_noise(self) -> None:
         first = state(seed=9)
-        states = [first.fork(index) for index in range(20)]
-        tokens = Sampler(VOCAB, "cpu").sample(torch.zeros(20, VOCAB), states)
+        states = [first.fork_state(index) for index in range(20)]
+        tokens = Sampler(VOCAB, "cpu").sample_tokens(torch.zeros(20, VOCAB), states)
         assert len({t.token_id for t in tokens}) > 10
-        alone = Sampler(VOCAB, "cpu").sample(torch.zeros(1, VOCAB), [first])
+        alone = Sampler(VOCAB, "cpu").sample_tokens(torch.zeros(1, VOCAB), [first])
         assert tokens[0] == alone[0]
 
 
 class TestLogprobs:
     def test_are_of_the_raw_logits(self) -> None:
         made = state(temperature=0.0, logprobs=True, top_logprobs=2, logit_bias={4: 50.0}, top_k=1)
-        (sampled,) = Sampler(VOCAB, "cpu").sample(LOGITS[None], [made])
+        (sampled,) = Sampler(VOCAB, "cpu").sample_tokens(LOGITS[None], [made])
         expected = torch.log_softmax(LOGITS, -1)
         assert sampled.token_id == 4
         assert sampled.logprobs is not None
@@ -269,14 +271,14 @@ class TestLogprobs:
             state(seed=i, logprobs=count is not None, top_logprobs=count or 0)
             for i, count in enumerate(counts)
         ]
-        found = Sampler(VOCAB, "cpu").sample(LOGITS.expand(4, -1), states)
+        found = Sampler(VOCAB, "cpu").sample_tokens(LOGITS.expand(4, -1), states)
         lengths = [None if s.logprobs is None else len(s.logprobs.top_ids) for s in found]
         assert lengths == counts
 
     def test_of_prompt_tokens(self) -> None:
         logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
         targets = np.array([4, 0, 49], np.int32)
-        found = Sampler(VOCAB, "cpu").prompt_logprobs(logits, targets, 2).result()
+        found = Sampler(VOCAB, "cpu").compute_prompt_logprobs(logits, targets, 2).read_logprobs()
         expected = torch.log_softmax(logits, -1)
         for i, entry in enumerate(found):
             assert entry.token_id == targets[i]
@@ -292,48 +294,48 @@ class TestBrokenLogits:
         # A single -inf is a token that is never drawn; when there is nothing else, all is lost.
         logits[1, slice(None) if value == float("-inf") else 17] = value
         states = [state(seed=i, **params) for i in range(3)]
-        found = Sampler(VOCAB, "cpu").sample(logits, states)
+        found = Sampler(VOCAB, "cpu").sample_tokens(logits, states)
         assert found[1].token_id == -1
         assert "not finite" in str(found[1].error)
-        clean = Sampler(VOCAB, "cpu").sample(LOGITS.repeat(3, 1), states)
+        clean = Sampler(VOCAB, "cpu").sample_tokens(LOGITS.repeat(3, 1), states)
         assert [found[0], found[2]] == [clean[0], clean[2]]
 
 
 class TestEnding:
     def test_end_of_sequence_of_the_model(self) -> None:
         made = state(max_tokens=5)
-        assert made.observe(3) is None
-        finish = made.observe(VOCAB - 1)
+        assert made.observe_token(3) is None
+        finish = made.observe_token(VOCAB - 1)
         assert finish is not None
         assert (finish.type, finish.matched) == ("stop", VOCAB - 1)
 
     def test_stop_token_ids_count_even_if_end_of_sequence_is_ignored(self) -> None:
         made = state(ignore_eos=True, stop_token_ids=(8,))
-        assert made.observe(VOCAB - 1) is None
-        finish = made.observe(8)
+        assert made.observe_token(VOCAB - 1) is None
+        finish = made.observe_token(8)
         assert finish is not None and finish.matched == 8
 
     def test_length(self) -> None:
         made = state(max_tokens=2)
-        assert made.observe(1) is None
-        finish = made.observe(1)
+        assert made.observe_token(1) is None
+        finish = made.observe_token(1)
         assert finish is not None
         assert (finish.type, finish.matched) == ("length", None)
         assert made.num_output_tokens == 2
 
     def test_a_stop_at_the_last_token_is_a_stop(self) -> None:
-        finish = state(max_tokens=1).observe(VOCAB - 1)
+        finish = state(max_tokens=1).observe_token(VOCAB - 1)
         assert finish is not None and finish.type == "stop"
 
     def test_ids_outside_the_vocabulary_do_no_harm(self) -> None:
         made = SamplingState(
             SamplingParams(max_tokens=9, min_tokens=5), NO_PROMPT, (VOCAB + 5,), VOCAB
         )
-        assert Sampler(VOCAB, "cpu").sample(LOGITS[None], [made])[0].token_id < 10
+        assert Sampler(VOCAB, "cpu").sample_tokens(LOGITS[None], [made])[0].token_id < 10
 
     def test_a_fork_starts_over(self) -> None:
         made = state(output=[1, 2], presence_penalty=1.0)
-        forked = made.fork(1)
+        forked = made.fork_state(1)
         assert (forked.num_output_tokens, forked.uncounted) == (0, [])
         assert made.uncounted == [1, 2]
         assert forked.seed != made.seed
@@ -342,7 +344,7 @@ class TestEnding:
         """A prompt may have as many different tokens as the vocabulary, and 64 choices."""
         made = state(prompt=[3, 1, 3], repetition_penalty=2.0)
         assert made.prompt_ids.tolist() == [1, 3]
-        assert all(made.fork(index).prompt_ids is made.prompt_ids for index in range(3))
+        assert all(made.fork_state(index).prompt_ids is made.prompt_ids for index in range(3))
 
 
 @dataclass
@@ -426,17 +428,19 @@ class TestPenaltiesOnTheDevice:
                 for tokens in before:
                     expected.append(each.adjusted(logits[len(expected)], tokens))
             logits = logits[: len(expected)].clone()
-            step = table.prepare(draws, known, torch.tensor(drafts, dtype=torch.int64), outcome)
+            step = table.prepare_rows(
+                draws, known, torch.tensor(drafts, dtype=torch.int64), outcome
+            )
             if step is not None:
-                table.apply(logits, step)
+                table.apply_rows(logits, step)
                 assert torch.allclose(logits, torch.stack(expected), atol=1e-6), f"seed {seed}"
             # The host learns the tokens of the step before.
             for each in live:
                 if each.unobserved is not None:
-                    each.state.observe(each.output[-1])
+                    each.state.observe_token(each.output[-1])
                     each.unobserved = None
                 for token in each.unread:
-                    each.state.observe(token)
+                    each.state.observe_token(token)
                 if each.unread and any(each is one for one, _ in running):
                     each.state.counted_ahead = 0
                 each.unread = []
@@ -450,16 +454,16 @@ class TestPenaltiesOnTheDevice:
                 if rng.random() < 0.5:
                     each.unobserved = row
                 else:
-                    each.state.observe(each.output[-1])
+                    each.state.observe_token(each.output[-1])
             live = [each for each in live if rng.random() > 0.05]
 
     def test_rows_of_choices_that_are_no_more_are_used_again(self) -> None:
         table = Penalties(8, torch.device("cpu"))
         for _ in range(100):
             some = [state(presence_penalty=1.0) for _ in range(3)]
-            step = table.prepare([Draw(each) for each in some], None, None)
+            step = table.prepare_rows([Draw(each) for each in some], None, None)
             assert step is not None
-            table.apply(torch.zeros(3, 8), step)
+            table.apply_rows(torch.zeros(3, 8), step)
         # Three are alive while three others are prepared.
         assert len(table._counts) <= 8
 
@@ -483,8 +487,8 @@ def test_rows_of_any_step_are_drawn_by_their_own_parameters(seed: int) -> None:
             rows = rng.sample(states, rng.randint(0, len(states)))
         draws = [Draw(each, tree=tree if rng.random() < 0.1 else None) for each in rows]
         logits = torch.randn(sum(each.num_rows for each in draws), VOCAB)
-        found = sampler.launch(logits, sampler.prepare(draws)).result()
+        found = sampler.launch_draws(logits, sampler.prepare_draws(draws)).read_tokens()
         fresh = Sampler(VOCAB, "cpu")
-        assert found == fresh.launch(logits, fresh.prepare(draws)).result()
+        assert found == fresh.launch_draws(logits, fresh.prepare_draws(draws)).read_tokens()
         for each in rows:
-            each.observe(rng.randrange(VOCAB - 1))
+            each.observe_token(rng.randrange(VOCAB - 1))

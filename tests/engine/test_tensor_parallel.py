@@ -20,12 +20,13 @@ from greedy_engine import generate
 
 from pd.core.errors import UsageError
 from pd.core.node_info import KVLayout
-from pd.engine.draft_tree import DraftTree, chain
+from pd.engine.draft_tree import DraftTree, make_chain
+from pd.engine.forward_item import ForwardItem
 from pd.engine.kv_pool import KVPool
-from pd.engine.model_runner import ForwardItem, ModelRunner
+from pd.engine.model_runner import ModelRunner
 from pd.engine.tensor_parallel.messages import ForwardStep
 from pd.kernels.attention import make_attention_backend
-from pd.models.config import ModelConfig
+from pd.models.config_reader import read_model_config
 from pd.models.loader import load_model
 from pd.models.tensor_parallel import SINGLE, TensorParallel
 
@@ -74,7 +75,7 @@ class Rank(TensorParallel):
 
 
 def make_runner(path: Path, tp: TensorParallel, **settings: Any) -> ModelRunner:
-    config = ModelConfig.from_pretrained(path)
+    config = read_model_config(path)
     model = load_model(path, config, dtype=torch.float32, device="cpu", tp=tp, **settings)
     layout = KVLayout.of_model(
         config.num_layers, model.config.num_kv_heads, config.head_dim, "float32", page_size=16
@@ -132,14 +133,14 @@ class TestWeights:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         """Put together, the parts are the tensors that a single rank has."""
-        monkeypatch.setattr("pd.models.causal_lm.CausalLM.prepare", lambda model: None)
+        monkeypatch.setattr("pd.models.causal_lm.CausalLM.prepare_weights", lambda model: None)
         # Small, so that parts begin anywhere in a block, and end in others.
         monkeypatch.setattr("pd.models.loader._DUMMY_BLOCK", 997)
         path = checkpoint(architecture)
         settings: Any = {"load_format": load_format}
-        whole = dict(make_runner(path, SINGLE, **settings).model.checkpoint_tensors())
+        whole = dict(make_runner(path, SINGLE, **settings).model.list_tensors())
         parts = [
-            dict(make_runner(path, Rank(Threads(2), rank), **settings).model.checkpoint_tensors())
+            dict(make_runner(path, Rank(Threads(2), rank), **settings).model.list_tensors())
             for rank in range(2)
         ]
         for name, place in whole.items():
@@ -171,9 +172,9 @@ class TestWeights:
     def test_what_cannot_be_divided_is_refused(
         self, checkpoint: Checkpoint, size: int, what: str
     ) -> None:
-        config = ModelConfig.from_pretrained(checkpoint("llama3"))
+        config = read_model_config(checkpoint("llama3"))
         with pytest.raises(UsageError, match=f"--tp-size {size} does not divide .* {what}"):
-            config.divided(size)
+            config.split_by_ranks(size)
 
 
 def test_a_step_arrives_as_it_was_sent() -> None:
@@ -185,9 +186,9 @@ def test_a_step_arrives_as_it_was_sent() -> None:
         ForwardItem(array(-1), 0, array(1), 1),
         ForwardItem(array(4, 4), 14, array(2, 6), 0),
     ]
-    step = ForwardStep.of(items, 16, 7)
+    step = ForwardStep.pack_items(items, 16, 7)
     assert step.num_previous == 7
-    received = step.items()
+    received = step.unpack_items()
     # Of the first table, the last page is not touched by this step.
     tables = [[9, 4, 3], [1], [2]]
     for sent, got, table in zip(items, received, tables, strict=True):
@@ -200,7 +201,7 @@ def test_a_step_arrives_as_it_was_sent() -> None:
 def test_trees_and_what_is_computed_again_arrive_with_their_items() -> None:
     """Items without a tree stand between those with one, so that each finds its own guesses."""
     branches = [-1, 0, 0, 1, -1]
-    trees = [None, chain(2), DraftTree(np.array(branches, np.int32)), None, chain(1)]
+    trees = [None, make_chain(2), DraftTree(np.array(branches, np.int32)), None, make_chain(1)]
     reread = [True, False, True, False, False]
     items = []
     for number, (tree, again) in enumerate(zip(trees, reread, strict=True)):
@@ -209,7 +210,7 @@ def test_trees_and_what_is_computed_again_arrive_with_their_items() -> None:
         item = ForwardItem(ids, 20 - again, np.arange(2, dtype=np.int32), 1, tree, again)
         item.carried = 7  # a matter of rank 0
         items.append(item)
-    received = ForwardStep.of(items, 16, 0).items()
+    received = ForwardStep.pack_items(items, 16, 0).unpack_items()
     assert [item.reread for item in received] == reread
     assert [item.token_ids.tolist() for item in received] == [i.token_ids.tolist() for i in items]
     parents = [None if item.tree is None else item.tree.parents.tolist() for item in received]
@@ -218,4 +219,4 @@ def test_trees_and_what_is_computed_again_arrive_with_their_items() -> None:
     assert chains == [None, True, False, None, True]
     seen = received[2].tree
     assert seen is not None and trees[2] is not None
-    assert np.array_equal(seen.visible, trees[2].visible)
+    assert np.array_equal(seen.attention_mask, trees[2].attention_mask)

@@ -20,7 +20,7 @@ from tiny import tiny_cluster, tiny_model, tiny_node
 from pd.core.config import NodeConfig
 from pd.core.errors import NodeFailedError, SetupError, UsageError
 from pd.engine.engine import Engine
-from pd.engine.model_runner import ForwardItem
+from pd.engine.forward_item import ForwardItem
 from pd.engine.tensor_parallel.messages import StartWorker
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class TestNode:
         )
         engine = Engine.build(config)
         reasons: list[str] = []
-        engine.on_failure(reasons.append)
+        engine.set_failure_callback(reasons.append)
         try:
             (worker,) = workers_of(os.getpid())[-1:]
             runner: Any = engine.runner

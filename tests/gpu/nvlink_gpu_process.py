@@ -139,7 +139,7 @@ class _GpuNode:
         return end.poll(), str(end.error), end.drained()
 
     def digest(self, room: int, start: int, stop: int) -> bytes:
-        return self._pool.digest(self._pages(room, stop), (start,), stop)
+        return self._pool.compute_digest(self._pages(room, stop), (start,), stop)
 
     def free_memory(self, device: str) -> int:
         return torch.cuda.mem_get_info(device)[0]

@@ -9,7 +9,7 @@ import sys
 import torch
 
 from pd.engine.tensor_parallel.group import ProcessGroup
-from pd.engine.tensor_parallel.peer_memory import max_bytes
+from pd.engine.tensor_parallel.peer_memory import choose_max_bytes
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def check_sums(group: ProcessGroup, device: torch.device) -> None:
     """Of sizes on both sides of what goes through peer memory, with programs that pause."""
     seed = 0
     print(f"seed {seed}")
-    most = max_bytes(group.size) // 2
+    most = choose_max_bytes(group.size) // 2
     sizes = [1, 1000, 4096, 4097, most - 8, most, most + 8, 4 * most]
     sizes += random.Random(seed).choices(range(1, 2 * most), k=200 if device.type == "cuda" else 4)
     for size in sizes:

@@ -57,7 +57,7 @@ def seed() -> int:
 
 
 def make_backend(name: str, case: Case) -> AttentionBackend:
-    sample = case.pool.key(0)
+    sample = case.pool.get_keys(0)
     cls = find_attention_backend(name, sample.device, sample.dtype, sample.shape[-1])
     return cls(case.pool, case.q.shape[1])
 
@@ -133,7 +133,7 @@ class Captured:
 
     def _step(self) -> torch.Tensor:
         pool = self._case.pool
-        store_kv(pool.key(1), pool.value(1), self._decode.slots, self.k, self.v)
+        store_kv(pool.get_keys(1), pool.get_values(1), self._decode.slots, self.k, self.v)
         return self._decode.attend(1, self.q, self.k, self.v)
 
     def replay(self, chosen: list[int]) -> torch.Tensor:
@@ -168,7 +168,7 @@ class TestGraphs:
         case = Case(step, page_size, kv_heads, group, dtype, seed, head_dim, DEVICE)
         case.spoil()
         backend = make_backend(name, case)
-        graphs = [Captured(case, backend.decode_graph(rows, 4096), rows) for rows in (8, 3)]
+        graphs = [Captured(case, backend.make_decode_graph(rows, 4096), rows) for rows in (8, 3)]
         expected = case.reference()
         for graph, chosen in (
             (graphs[0], [0, 1, 2, 3, 4, 5, 6]),
@@ -186,7 +186,9 @@ class TestGraphs:
         case = Case(step, 16, 8, 4, torch.bfloat16, seed, 128, DEVICE)
         case.spoil()
         backend = make_backend(name, case)
-        graphs = {rows: Captured(case, backend.decode_graph(rows, 2048), rows) for rows in (48, 8)}
+        graphs = {
+            rows: Captured(case, backend.make_decode_graph(rows, 2048), rows) for rows in (48, 8)
+        }
         expected = case.reference()
         for rows, count in ((48, 45), (8, 5), (48, 33), (8, 8), (48, 1)):
             chosen = rng.sample(range(45), count)
@@ -198,7 +200,7 @@ class TestGraphs:
         spoils another's."""
         case = Case([(100 * i, 1) for i in range(8)], 16, 8, 4, torch.bfloat16, seed, 128, DEVICE)
         backend = make_backend(name, case)
-        graph = Captured(case, backend.decode_graph(4, 1024), 4)
+        graph = Captured(case, backend.make_decode_graph(4, 1024), 4)
         expected = case.reference()
         choices = [[i, (3 * i + 1) % 8] for i in range(8)]
         indices = [torch.tensor(chosen, device=DEVICE) for chosen in choices]
@@ -219,7 +221,7 @@ class TestGraphs:
     def test_eager_steps_between_replays(self, name: str, seed: int) -> None:
         case = Case([(700, 1), (90, 40), (1300, 1)], 16, 8, 4, torch.bfloat16, seed, 128, DEVICE)
         backend = make_backend(name, case)
-        graph = Captured(case, backend.decode_graph(2, 2048), 2)
+        graph = Captured(case, backend.make_decode_graph(2, 2048), 2)
         expected = case.reference()
         for _ in range(2):
             with poisoned_memory():
@@ -241,14 +243,14 @@ def test_chunk_graphs_follow_their_plans(dtype: torch.dtype, shape: tuple, seed:
     steps = [(3000, 16), (0, 32), (700, 5), (64, 1)]
     case = Case(steps, page_size, kv_heads, group, dtype, seed, head_dim, DEVICE)
     case.spoil()
-    chunk = make_backend("flashinfer", case).chunk_graph(32, 4096)
+    chunk = make_backend("flashinfer", case).make_chunk_graph(32, 4096)
     assert chunk is not None
     q, k, v = (
         torch.zeros(32, *x.shape[1:], dtype=dtype, device=DEVICE) for x in (case.q, case.k, case.v)
     )
 
     def attend() -> torch.Tensor:
-        store_kv(case.pool.key(1), case.pool.value(1), chunk.slots, k, v)
+        store_kv(case.pool.get_keys(1), case.pool.get_values(1), chunk.slots, k, v)
         return chunk.attend(1, q, k, v)
 
     attend()  # compiles

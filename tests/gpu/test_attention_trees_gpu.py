@@ -53,7 +53,7 @@ def make_case(step: list[tuple[int, int, bool]], shape: tuple, random: np.random
 
 
 def make_backend(name: str, case: Case) -> AttentionBackend:
-    sample = case.pool.key(0)
+    sample = case.pool.get_keys(0)
     cls = find_attention_backend(name, sample.device, sample.dtype, sample.shape[-1])
     return cls(case.pool, case.q.shape[1])
 
@@ -85,7 +85,7 @@ def test_verify_graphs_follow_their_plans(
 ) -> None:
     case = make_case([(3000, 16, True), (0, 4, True), (700, 5, True), (64, 1, True)], shape, random)
     rows = 28
-    verify = make_backend(name, case).verify_graph(rows, 4096)
+    verify = make_backend(name, case).make_verify_graph(rows, 4096)
     inputs = [
         torch.zeros(rows, *x.shape[1:], dtype=x.dtype, device=DEVICE)
         for x in (case.q, case.k, case.v)
@@ -93,7 +93,7 @@ def test_verify_graphs_follow_their_plans(
 
     def step() -> torch.Tensor:
         q, k, v = inputs
-        store_kv(case.pool.key(1), case.pool.value(1), verify.slots, k, v)
+        store_kv(case.pool.get_keys(1), case.pool.get_values(1), verify.slots, k, v)
         return verify.attend(1, q, k, v)
 
     step()  # compiles
@@ -136,7 +136,7 @@ def test_draft_graphs_follow_what_the_device_says(
     """Three steps in one graph, whose places are known on the device when they run."""
     rows, steps = 8, 3
     case = make_case([(3000, 1, False), (100, 1, False), (700, 1, False)], shape, random)
-    draft = make_backend(name, case).draft_graph(rows, 4096)
+    draft = make_backend(name, case).make_draft_graph(rows, 4096)
     widths = [x.shape[1:] for x in (case.q, case.k, case.v)]
     inputs = [
         [torch.zeros(rows, *w, dtype=case.q.dtype, device=DEVICE) for w in widths]
@@ -150,8 +150,8 @@ def test_draft_graphs_follow_what_the_device_says(
             draft.places.copy_(places)
             draft.bases.copy_(bases)
             draft.masks.copy_(masks)
-            draft.locate()
-            store_kv(case.pool.key(1), case.pool.value(1), draft.slots, k, v)
+            draft.locate_slots()
+            store_kv(case.pool.get_keys(1), case.pool.get_values(1), draft.slots, k, v)
             outs.append(draft.attend(1, q, k, v))
         return outs
 
@@ -174,8 +174,8 @@ def test_draft_graphs_follow_what_the_device_says(
                 int(case.slots(s, int(p) + 1)[-1])
                 for s, p in zip(sequences, step.places, strict=True)
             ]
-            case.pool.key(1)[slots] = step.k.float().cpu()
-            case.pool.value(1)[slots] = step.v.float().cpu()
+            case.pool.get_keys(1)[slots] = step.k.float().cpu()
+            case.pool.get_values(1)[slots] = step.v.float().cpu()
             said[i].fill_(7)
             for row, values in enumerate((step.places, step.bases, step.masks)):
                 said[i, row, :n] = torch.from_numpy(values)

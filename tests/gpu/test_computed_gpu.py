@@ -37,9 +37,9 @@ def test_what_stands_beside_a_long_step_does_not_wait_for_it(computed: Computed)
     torch.cuda.synchronize()
     torch.cuda._sleep(1 << 30)  # about half a second
     value += 1
-    computed.then(behind)
+    computed.call_when_done(behind)
     with torch.cuda.stream(beside):
-        computed.then(lambda reason: seen.append((reason, 0.0, threading.get_ident())))
+        computed.call_when_done(lambda reason: seen.append((reason, 0.0, threading.get_ident())))
     assert seen == [("", 0.0, threading.get_ident())], "what was there waited"
     assert over.wait(10.0)
     (reason, found, thread) = seen[1]
@@ -52,6 +52,6 @@ def test_calls_come_in_the_order_of_the_steps(computed: Computed) -> None:
     torch.cuda._sleep(1 << 30)  # so that all have to wait
     for number in range(50):
         torch.cuda._sleep(1 << 20)
-        computed.then(lambda _, number=number: seen.append(number))
+        computed.call_when_done(lambda _, number=number: seen.append(number))
     computed.close()
     assert seen == list(range(50))

@@ -35,11 +35,11 @@ def test_a_gpu_and_a_cpu_find_the_same(dtype: str) -> None:
     copy = KVPool(pool.layout, pool.num_pages, "cpu")
     copy.planes[0].buffer.copy_(pool.planes[0].buffer)
     pages = scattered(pool)
-    digests = Digests(pool, done=lambda: None)
+    digests = Digests(pool, on_done=lambda: None)
     try:
         for start, stop in ((0, 1024), (5, 1000), (700, 701)):
-            expected = copy.digest(pages, (start,), stop)
-            assert digests.start(pages, (start,), stop).result(30) == expected
+            expected = copy.compute_digest(pages, (start,), stop)
+            assert digests.start_digest(pages, (start,), stop).result(30) == expected
     finally:
         digests.close()
 
@@ -47,15 +47,15 @@ def test_a_gpu_and_a_cpu_find_the_same(dtype: str) -> None:
 def test_it_reads_what_was_queued_before_it_and_delays_nothing_after() -> None:
     pool = filled(4, 4096, "bfloat16")
     pages = scattered(pool)
-    digests = Digests(pool, done=lambda: None)
+    digests = Digests(pool, on_done=lambda: None)
     try:
-        expected = pool.digest(pages, (0,), 4096)
+        expected = pool.compute_digest(pages, (0,), 4096)
         values = pool.planes[0].buffer.clone()
         pool.planes[0].buffer.zero_()
         torch.cuda._sleep(200_000_000)  # about a tenth of a second
         pool.planes[0].buffer.copy_(values)
         begun = time.perf_counter()
-        digest = digests.start(pages, (0,), 4096)
+        digest = digests.start_digest(pages, (0,), 4096)
         assert time.perf_counter() - begun < 0.05, "asking must not wait for the GPU"
         assert digest.result(30) == expected
     finally:
@@ -66,16 +66,16 @@ def test_a_gibibyte_takes_tens_of_milliseconds_and_little_memory() -> None:
     """The KV of 8,192 tokens of Llama-3.1-8B."""
     pool = filled(32, 8192, "bfloat16")
     pages = scattered(pool)
-    digests = Digests(pool, done=lambda: None)
+    digests = Digests(pool, on_done=lambda: None)
     try:
-        digests.start(pages, (0,), 8192).result(60)
+        digests.start_digest(pages, (0,), 8192).result(60)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         times = []
         for _ in range(5):
             begun = time.perf_counter()
-            digests.start(pages, (0,), 8192).result(60)
+            digests.start_digest(pages, (0,), 8192).result(60)
             times.append(time.perf_counter() - begun)
         used = torch.cuda.max_memory_allocated() - before
     finally:

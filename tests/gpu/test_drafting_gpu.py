@@ -49,13 +49,13 @@ def answers_of(**settings: Any) -> tuple[list[list[int]], list[int]]:
         (node,) = cluster.nodes
         drafter: Any = node.node.core.drafter
         runner, launched = drafter._runner, list[int]()
-        launch = runner._launch
+        launch = runner._launch_kernels
 
         def note(items: Any, *others: Any) -> torch.Tensor:
             launched.append(sum(len(item.token_ids) for item in items))
             return launch(items, *others)
 
-        runner._launch = note
+        runner._launch_kernels = note
         asks = [(prompt, params) for params in SAMPLING for prompt in PROMPTS]
         answers = [
             cluster.client.generate(prompt, [node], max_tokens=41, **params).tokens()
@@ -108,7 +108,7 @@ def test_the_pool_leaves_what_mem_fraction_says_beside_a_draft_model(
     )
     draft = DraftModel.load(config, path)
     built = Engine.build(config, draft.memory)
-    runner = draft.runner(built.pool.num_pages)
+    runner = draft.make_runner(built.pool.num_pages)
     free, total = torch.cuda.mem_get_info(gpu)
     promised = 0.5 * total
     print(

@@ -13,14 +13,15 @@ from pd.core.node_info import KVLayout
 from pd.embedded import EMBEDDED_MODEL
 from pd.engine.kv_pool import KVPool
 from pd.kernels.attention import AttentionBatch, make_attention_backend
-from pd.kernels.drafting import States
-from pd.models.config import ModelConfig
+from pd.kernels.draft_tensors import States
+from pd.models.config_reader import read_model_config
 from pd.models.eagle import load_eagle_head
 from pd.models.eagle_config import EagleConfig
 from pd.models.loader import load_model
 
 if TYPE_CHECKING:
     from pd.kernels.attention import AttentionBackend
+    from pd.models.config import ModelConfig
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 TOKENS, PAGE = 40, 16
@@ -42,7 +43,7 @@ def results_on(name: str, device: str) -> list[torch.Tensor]:
     """Features, logits and hidden states, and the pool as :meth:`EagleHead.forward` and
     :meth:`EagleHead.write_kv` leave it; on the CPU."""
     path = EMBEDDED_MODEL.parent / name
-    config = ModelConfig.from_pretrained(EMBEDDED_MODEL)
+    config = read_model_config(EMBEDDED_MODEL)
     own = EagleConfig.from_pretrained(path, config)
     target = load_model(EMBEDDED_MODEL, config, dtype=torch.float32, device=device, progress=False)
     head = load_eagle_head(path, own, target, dtype=torch.float32, device=device, progress=False)
@@ -58,18 +59,25 @@ def results_on(name: str, device: str) -> list[torch.Tensor]:
             torch.cuda.set_sync_debug_mode("error")
         try:
             target.forward(tokens, places, planned, rows=rows, features=features)
-            fused = head.fuse(features)
+            fused = head.fuse_features(features)
             logits, hidden = head(tokens, fused, places, drafting)
             pool = writing.pool
             head.write_kv(
-                tokens, States.of(fused), places, pool.key(0), pool.value(0), writing.slots
+                tokens,
+                States.from_rows(fused),
+                places,
+                pool.get_keys(0),
+                pool.get_values(0),
+                writing.slots,
             )
         finally:
             if device == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
     found = [features, logits, hidden]
     found += [
-        part for each in (drafting, writing) for part in (each.pool.key(0), each.pool.value(0))
+        part
+        for each in (drafting, writing)
+        for part in (each.pool.get_keys(0), each.pool.get_values(0))
     ]
     return [tensor.cpu() for tensor in found]
 

@@ -19,7 +19,7 @@ from greedy_engine import generate, make_runner
 
 from pd.engine.chunk_graphs import SIZES, ChunkGraphs
 from pd.engine.cuda_graphs import GraphRecorder
-from pd.engine.model_runner import ForwardItem
+from pd.engine.forward_item import ForwardItem
 from pd.engine.step_graphs import MAX_CHUNKS, DecodeGraphs, MixedGraphs
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def prompts_of(lengths: list[int], seed: int = 0) -> list[list[int]]:
 def with_graphs(runner: ModelRunner) -> ModelRunner:
     recorder = GraphRecorder(runner.pool.device)
     runner.graphs = DecodeGraphs(runner, recorder, (1, 2, 4), max_tokens=8, max_context=2048)
-    if runner.attention.mixed_graph(2, 1, 1, 2) is not None:
+    if runner.attention.make_mixed_graph(2, 1, 1, 2) is not None:
         runner.mixed_graphs = MixedGraphs(
             runner, recorder, MIXED, max_running=8, max_tokens=8, max_context=2048
         )

@@ -9,7 +9,7 @@ from tiny import tiny_model
 
 from pd.core.config import NodeConfig
 from pd.engine.engine import Engine
-from pd.engine.model_runner import ForwardItem
+from pd.engine.forward_item import ForwardItem
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

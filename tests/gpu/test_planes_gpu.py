@@ -12,7 +12,7 @@ from transfer.transfer_helpers import SEED, backends, hand_off, node_info, reser
 
 from pd.core.node_info import KVLayout, Plane
 from pd.engine.kv_pool import KVPool
-from pd.kernels.paging import token_slots
+from pd.kernels.paging import find_token_slots
 from pd.transfer import make_transfer_manager
 from pd.transfer.nvlink.device import CudaLane
 from pd.transfer.ranges import Block
@@ -69,7 +69,9 @@ def test_each_plane_arrives_from_its_group_s_cached_length_on(
                 sender.send(max(start, min(cached)), stop, 0, 3)
                 sender.send(max(start, min(cached)), stop, 3, NUM_LAYERS)
             hand_off(sender, receiver)
-            assert own.digest(pages, cached, TOKENS) == other.digest(into, cached, TOKENS)
+            assert own.compute_digest(pages, cached, TOKENS) == other.compute_digest(
+                into, cached, TOKENS
+            )
     finally:
         p.close()
         d.close()
@@ -87,14 +89,14 @@ def test_stores_find_each_plane_of_the_peer_s_pool(run: int) -> None:
         order = (firsts[:, None] + np.arange(run, dtype=np.int32)).ravel()
         slots.append(order[:TOKENS])
     lane = CudaLane(own)
-    table = lane.table(np.stack(slots).astype(np.int32))
+    table = lane.make_table(np.stack(slots).astype(np.int32))
     torch.cuda.synchronize()
     num_slots = peer.planes[0].buffer.shape[2]
-    for plane, extent in zip(own.planes, peer.layout.extents(num_slots), strict=True):
+    for plane, extent in zip(own.planes, peer.layout.plane_extents(num_slots), strict=True):
         first, layers = plane.first_layer, plane.spec.num_layers
         block = Block(0, TOKENS, first, first + layers)
         address = peer.memory.data_ptr() + extent.start
-        lane.store(table, slice(0, TOKENS), address, num_slots, block).wait()
+        lane.store_block(table, slice(0, TOKENS), address, num_slots, block).wait()
     for plane, stored in zip(own.planes, peer.planes, strict=True):
         sent = plane.buffer.view(torch.int16)[:, :, slots[0]]
         assert torch.equal(stored.buffer.view(torch.int16)[:, :, slots[1]], sent), plane.spec
@@ -105,11 +107,11 @@ def test_a_gpu_and_a_cpu_find_the_same_digest() -> None:
     copy = KVPool(pool.layout, pool.num_pages, "cpu")
     copy.memory.copy_(pool.memory)
     pages, cached = some_pages(random.Random(SEED), pool), (5, 700, 0)
-    assert pool.digest(pages, cached, TOKENS) == copy.digest(pages, cached, TOKENS)
+    assert pool.compute_digest(pages, cached, TOKENS) == copy.compute_digest(pages, cached, TOKENS)
     copies = pool.gather_pages(pages[:9])
-    before = pool.digest(pages[:9], (0, 0, 0), 144)
-    slots = token_slots(pages, np.arange(144), 16)
+    before = pool.compute_digest(pages[:9], (0, 0, 0), 144)
+    slots = find_token_slots(pages, np.arange(144), 16)
     for plane in pool.planes:
         plane.buffer[:, :, slots] = 0
     pool.scatter_pages(pages[:9], copies)
-    assert pool.digest(pages[:9], (0, 0, 0), 144) == before
+    assert pool.compute_digest(pages[:9], (0, 0, 0), 144) == before

@@ -1,4 +1,4 @@
-"""A model of random weights whose grammars are compiled by the same processes in every file."""
+"""A model of random weights. The tests of all files share its compiling processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_child() -> Iterator[None]:
-    """A process that compiles takes longer to start than most grammars to compile."""
+    """Use one child, because it takes longer to start than most grammars to compile."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pd.grammar.grammars._CHILDREN", 1)
         yield

@@ -20,7 +20,7 @@ _TEXTS = [
 
 
 def make_model(directory: Path) -> Path:
-    """Write ``config.json`` and ``tokenizer.json``, whose tokens are bytes and a few longer pieces
+    """Write ``config.json`` and ``tokenizer.json``. The tokens are bytes and a few longer pieces
     of JSON."""
     path = shutil.copytree(
         tiny.tiny_model(vocab_size=VOCAB_SIZE, eos_token_id=EOS, bos_token_id=EOS - 1),

@@ -1,4 +1,4 @@
-"""Nodes of the model of random weights that constrain output."""
+"""Nodes of the model of random weights with constrained output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tiny import tiny_head
 
 from pd import assembly
 from pd.core.grammar import Grammar
-from pd.grammar.child import Vocabulary
+from pd.grammar.compile_jobs import Vocabulary
 from pd.grammar.compiler import CompileLimits
 from pd.grammar.grammars import Grammars
 
@@ -154,10 +154,10 @@ Answers = dict[str, "Pending"]
 
 
 def answers(cluster: Cluster, aborting: random.Random | None = None) -> Answers:
-    """What each feature's request is answered, all asked for at once.
+    """Return the answers to each feature's request, all sent at once.
 
     Args:
-        aborting: asks for everything once more and aborts that, each request whenever it likes.
+        aborting: send everything once more, and abort each of these requests at a random time.
     """
     asked: dict[str, Pending] = {}
     ended: list[Pending] = []
@@ -176,13 +176,13 @@ def answers(cluster: Cluster, aborting: random.Random | None = None) -> Answers:
 
 
 def same_answers(found: Answers, known: Answers, names: Iterable[str] = FEATURES) -> None:
-    """Equal tokens, ends and log probabilities for each of the features."""
+    """Check that tokens, ends and log probabilities are equal for each of the features."""
     for name in names:
         same(found[name], known[name], name)
 
 
 def half_right(known: Answers) -> Oracle:
-    """A drafter whose every second guess is right, given the answers of another deployment."""
+    """Make a drafter with every second guess right, given the answers of another deployment."""
     oracle = Oracle(VOCAB_SIZE, 0.5)
     for name, pending in known.items():
         for tokens in pending.result():
@@ -194,7 +194,7 @@ def half_right(known: Answers) -> Oracle:
 def grammars_of(
     model: Path, vocab_size: int = VOCAB_SIZE, eos: int = EOS, *, jump_forward: bool = False
 ) -> Iterator[Grammars]:
-    """What compiles for nodes of a model."""
+    """Make the grammars of a model's nodes."""
     vocabulary = Vocabulary(str(model / "tokenizer.json"), vocab_size, [eos])
     limits = CompileLimits(10.0, 1 << 30, 64 << 20)
     made = Grammars(vocabulary, limits, 1 << 26, jump_forward=jump_forward)
@@ -205,7 +205,7 @@ def grammars_of(
 
 @contextmanager
 def use_grammars(grammars: Grammars) -> Iterator[None]:
-    """All nodes that start meanwhile share what compiles, which takes longer to start than they."""
+    """Let nodes that start within the block share compiling processes, which start slowly."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(assembly, "make_grammars", lambda *_: grammars)
         yield
@@ -213,7 +213,7 @@ def use_grammars(grammars: Grammars) -> Iterator[None]:
 
 @contextmanager
 def share_grammars(model: Path, *about: int, jump_forward: bool = False) -> Iterator[Grammars]:
-    """Both of these."""
+    """Combine the two."""
     with grammars_of(model, *about, jump_forward=jump_forward) as made, use_grammars(made):
         yield made
 
@@ -246,10 +246,10 @@ def check_answers(
     *,
     is_short: bool = False,
 ) -> None:
-    """A deployment with a drafter gives the answers that are known of another.
+    """Check that a deployment with a drafter gives the known answers of another one.
 
     Args:
-        is_short: memory is so short that answers are retracted.
+        is_short: memory is too small for all answers, so some are retracted.
     """
     if drafter == "half right":
         monkeypatch.setattr(assembly, "make_drafter", lambda *_: half_right(known))

@@ -1,4 +1,4 @@
-"""Random JSON schemas of what is enforced: nesting, enums, arrays, bounded numbers, optional
+"""Random JSON schemas of enforced keywords: nesting, enums, arrays, bounded numbers, optional
 fields, references, unions, other scripts. Strings and arrays are bounded, or random outputs would
 not end. Times have as many decimals as a model likes, and a trained one may repeat them for ever:
 it is asked for none."""
@@ -44,7 +44,7 @@ def _is_moment(instance: object) -> bool:
 
 
 def random_schema(rng: random.Random, *, times: bool = True) -> dict[str, Any]:
-    """A schema, whose references lead to definitions of its own."""
+    """Make a schema with references to its own definitions."""
     formats = _FORMATS + _TIMES * times
     definitions = {
         f"d{i}": _object(rng, 1, [], formats) if rng.random() < 0.4 else _leaf(rng, formats)

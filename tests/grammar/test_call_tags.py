@@ -1,4 +1,4 @@
-"""What the structural tags of each family let a model write, as xgrammar reads them."""
+"""Outputs allowed by the structural tags of each family, checked with xgrammar."""
 
 # xgrammar has no types.
 # mypy: disable-error-code="no-any-unimported, no-untyped-call"
@@ -13,19 +13,20 @@ import xgrammar
 
 from pd.core.errors import InvalidRequestError
 from pd.core.grammar import Grammar
-from pd.proxy.reasoning import ReasoningTags
-from pd.proxy.tools.definitions import Function, read_tools
-from pd.proxy.tools.families import tool_family
-from pd.proxy.tools.reader import CallOptions
-from pd.proxy.tools.tags import UnfitError, format_of, grammar_of, one_of, text
+from pd.proxy.requests.tools import read_tools
+from pd.proxy.text.reasoning import ReasoningTags
+from pd.proxy.text.tools.families import find_tool_family
+from pd.proxy.text.tools.reader import CallOptions
+from pd.proxy.text.tools.tags import UnfitError, make_choice, make_format, make_grammar, make_text
 
 if TYPE_CHECKING:
-    from pd.proxy.tools.families import ToolFamily
-    from pd.proxy.tools.tags import Format
+    from pd.proxy.text.tools.families import ToolFamily
+    from pd.proxy.text.tools.functions import Function
+    from pd.proxy.text.tools.tags import Format
 
 EOS = 256
 FAMILIES = {
-    name: tool_family(name.split()[0], "[ARGS]" if "names" in name else "")
+    name: find_tool_family(name.split()[0], "[ARGS]" if "names" in name else "")
     for name in ("hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "mistral names")
 }
 ADD: Any = {
@@ -72,7 +73,7 @@ CALLS = {
 
 @functools.cache
 def compiler() -> Any:
-    """A compiler for a vocabulary of bytes."""
+    """Make a compiler for a vocabulary of bytes."""
     info = xgrammar.TokenizerInfo(
         [bytes([byte]) for byte in range(EOS)] + [b"<eos>"],
         vocab_type=xgrammar.VocabType.RAW,
@@ -83,7 +84,7 @@ def compiler() -> Any:
 
 
 def accepts(tag: Format, *texts: str) -> list[bool]:
-    compiled = compiler().compile_structural_tag(grammar_of(tag, "tools").text)
+    compiled = compiler().compile_structural_tag(make_grammar(tag, "tools").text)
     found = []
     for each in texts:
         matcher = xgrammar.GrammarMatcher(compiled)
@@ -106,20 +107,23 @@ def family_and_calls(name: str) -> tuple[ToolFamily, str, str, str, str]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_required_calls_are_all_there_is(name: str) -> None:
+def test_required_calls_are_the_whole_output(name: str) -> None:
     family, right, wrong, other, both = family_and_calls(name)
     declared = functions(ADD, {"name": "stop"})
-    tag = family.form.calls(declared, several=True)
+    tag = family.form.make_calls(declared, several=True)
     texts = (right, both, wrong, "", "text", "text" + right, right + "text", right[:-1])
     assert accepts(tag, *texts) == [True, True] + [False] * 6
-    assert accepts(family.form.calls(declared, several=False), right, both) == [True, False]
-    assert accepts(family.form.calls(declared[1:], several=False), other, right) == [True, False]
+    assert accepts(family.form.make_calls(declared, several=False), right, both) == [True, False]
+    assert accepts(family.form.make_calls(declared[1:], several=False), other, right) == [
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_calls_among_text_are_right_or_none(name: str) -> None:
+def test_calls_within_text_are_valid_or_absent(name: str) -> None:
     family, right, wrong, _, both = family_and_calls(name)
-    tag = family.form.calls_or_text(functions(ADD, {"name": "stop"}), several=True)
+    tag = family.form.make_calls_or_text(functions(ADD, {"name": "stop"}), several=True)
     assert accepts(tag, "", "text", right, both, wrong) == [True, True, True, True, False]
     if family.form.trigger:
         assert accepts(tag, "text" + right, "text" + wrong) == [True, False]
@@ -129,7 +133,7 @@ def test_calls_among_text_are_right_or_none(name: str) -> None:
 def test_the_parser_reads_what_the_tags_allow(name: str) -> None:
     family, *_, both = family_and_calls(name)
     parser = family.parser(CallOptions({"add": {"a": "json", "to": "text"}, "stop": {}}))
-    events = parser.push(both) + parser.close()
+    events = parser.add_text(both) + parser.close()
     assert [event[-1] for event in events if event[-1] in ("add", "stop")] == ["add", "stop"]
 
 
@@ -143,7 +147,7 @@ def test_optional_parameters_may_be_left_out_anywhere() -> None:
         pythonic = FAMILIES["pythonic"]
         assert pythonic is not None
         declared = functions({"name": "f", "parameters": whole | {"required": required}})
-        tag = pythonic.form.calls(declared, several=False)
+        tag = pythonic.form.make_calls(declared, several=False)
         texts = [f"[f({arguments})]" for arguments in good + bad]
         assert accepts(tag, *texts) == [True] * len(good) + [False] * len(bad)
 
@@ -158,20 +162,20 @@ def test_formats_that_grow_beyond_the_request_are_refused() -> None:
         assert family is not None
         required = large._replace(schema=large.schema | {"required": names})
         with pytest.raises(InvalidRequestError, match="has more than 262144 bytes"):
-            grammar_of(family.form.calls([required], several=False), "tools")
+            make_grammar(family.form.make_calls([required], several=False), "tools")
     assert family is FAMILIES["pythonic"]
     with pytest.raises(UnfitError, match="65 parameters of which none is required"):
-        family.form.calls([large], several=False)
+        family.form.make_calls([large], several=False)
 
 
-def test_texts_in_tags() -> None:
+def test_tags_may_contain_texts() -> None:
     coder = FAMILIES["qwen3_coder"]
     assert coder is not None
 
     def allowed(schema: Any, *values: str, strict: bool | None = None) -> list[bool]:
         parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
         declared = functions({"name": "f", "parameters": parameters, "strict": strict})
-        tag = coder.form.calls(declared, several=False)
+        tag = coder.form.make_calls(declared, several=False)
         head, tail = "<tool_call>\n<function=f>\n<parameter=a>\n", "</function>\n</tool_call>"
         return accepts(tag, *(f"{head}{value}\n</parameter>\n{tail}" for value in values))
 
@@ -189,7 +193,7 @@ def test_texts_in_tags() -> None:
         assert allowed(schema, "x", strict=False) == [True]
 
 
-def test_names_that_cannot_be_written_are_refused_or_left_out() -> None:
+def test_unwritable_names_are_refused_or_dropped() -> None:
     for name, parameter in (("qwen3_coder", "a>b"), ("pythonic", "a b"), ("pythonic", "größe")):
         family = FAMILIES[name]
         assert family is not None
@@ -198,20 +202,20 @@ def test_names_that_cannot_be_written_are_refused_or_left_out() -> None:
             declared = functions({"name": "f", "parameters": schema, "strict": strict})
             if strict is None:
                 with pytest.raises(UnfitError, match="name cannot be written"):
-                    family.form.calls(declared, several=False)
+                    family.form.make_calls(declared, several=False)
             else:
-                assert family.form.calls(declared, several=False)
+                assert family.form.make_calls(declared, several=False)
 
 
-def test_reasoning_goes_before() -> None:
+def test_reasoning_precedes_the_grammar() -> None:
     tags = ReasoningTags("<think>", "</think>")
     texts = ("<think>a<b</think>\n\nyes", "a</think>yes", "yes", "<think>yes", "</think> yes")
     for stage, found in (
         ("before", [True, False, True, False, False]),
         ("inside", [True, True, False, False, False]),
-        ("behind", [False, False, True, False, False]),
+        ("after", [False, False, True, False, False]),
     ):
-        assert accepts(tags.then(stage, text("yes")), *texts) == found  # type: ignore[arg-type]
+        assert accepts(tags.prepend_reasoning(stage, make_text("yes")), *texts) == found  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -227,13 +231,13 @@ def test_reasoning_goes_before() -> None:
         ),
     ],
 )
-def test_grammars_of_every_kind_come_behind_reasoning_and_beside_calls(
+def test_grammars_of_every_kind_work_after_reasoning_and_next_to_calls(
     grammar: Grammar, right: str, wrong: str
 ) -> None:
-    content = format_of(grammar)
-    behind = ReasoningTags("<think>", "</think>").then("inside", content)
+    content = make_format(grammar)
+    behind = ReasoningTags("<think>", "</think>").prepend_reasoning("inside", content)
     texts = [f"hm</think>{each}" for each in (right, wrong)]
     assert accepts(behind, *texts) == [True, False]
     family, call, *_ = family_and_calls("hermes")
-    calls = family.form.calls(functions(ADD, {"name": "stop"}), several=True)
-    assert accepts(one_of(calls, content), right, call, wrong) == [True, True, False]
+    calls = family.form.make_calls(functions(ADD, {"name": "stop"}), several=True)
+    assert accepts(make_choice(calls, content), right, call, wrong) == [True, True, False]

@@ -39,7 +39,7 @@ from pd.core.errors import InvalidRequestError, UnavailableError
 from pd.core.grammar import Grammar
 from pd.engine.token_rules import MASK_SECONDS
 from pd.grammar.compiler import CompileLimits
-from pd.grammar.grammars import Grammars
+from pd.grammar.grammars import Grammars, MakeRules
 from pd.grammar.rules import GrammarRules
 from pd.node import intake
 
@@ -56,7 +56,7 @@ def plain(model: Path) -> Iterator[Answers]:
         yield answers(cluster)
 
 
-def test_output_is_what_the_grammar_says(model: Path, plain: Answers) -> None:
+def test_output_matches_the_grammar(model: Path, plain: Answers) -> None:
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     checked = 0
     for name, params in FEATURES.items():
@@ -88,7 +88,7 @@ def test_output_is_what_the_grammar_says(model: Path, plain: Answers) -> None:
 
 
 def check_tags(text: str) -> None:
-    """A list of strings and objects, each between a letter and a full stop."""
+    """Check a list of strings and objects, each between a letter and a full stop."""
     decoder, at = json.JSONDecoder(), 0
     while at < len(text):
         schema = {"a": {"type": "string", "maxLength": 4}, "b": SCHEMA}[text[at]]
@@ -98,10 +98,10 @@ def check_tags(text: str) -> None:
         at = end + 2
 
 
-def test_text_that_ends_an_output_comes_where_the_grammar_has_it(
+def test_a_stop_token_with_text_is_allowed_where_the_grammar_has_this_text(
     model: Path, plain: Answers
 ) -> None:
-    """And not where the output would be complete: so it is a part of what it ends."""
+    """It is not allowed where the output is complete, because its text belongs to the output."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     assert [tokenizer.id_to_token(token) for token in STOP_TEXTS] == [",", ":"]
     stopped = [each for each in plain["stop texts"].result() if each[-1] in STOP_TEXTS]
@@ -141,7 +141,7 @@ COLUMNS: tuple[tuple[Any, ...], ...] = (
 
 
 def cost(cell: tuple[Any, ...]) -> float:
-    """Each node with two GPUs starts a process, which takes longer than everything else."""
+    """Each node with two GPUs starts a process, and that takes longer than everything else."""
     if cell[5] == 1:
         return 1.0
     return 1.5 if cell[0] == "unified" else 2.0
@@ -161,7 +161,7 @@ def test_every_two_circumstances_occur_together() -> None:
 
 
 def test_every_two_features_of_a_request_occur_together() -> None:
-    """Those that have something to do with one another: sampled or not, and these four."""
+    """We combine features that interact: sampling, and these four."""
     names = ("temperature", "n", "logprobs", "min_tokens", "ends_after")
     found = [[name in params for name in names] for params in FEATURES.values()]
     for i, j in itertools.combinations(range(len(names)), 2):
@@ -175,7 +175,7 @@ def test_every_two_features_of_a_request_occur_together() -> None:
 )
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("forked_ranks")
-def test_every_deployment_gives_the_same(
+def test_every_deployment_gives_the_same_output(
     monkeypatch: pytest.MonkeyPatch,
     model: Path,
     plain: Answers,
@@ -198,10 +198,10 @@ def test_every_deployment_gives_the_same(
     ("kind", "drafter"),
     [("split", "ngram"), pytest.param("unified", "tree", marks=pytest.mark.full)],
 )
-def test_a_request_goes_on_after_any_token(
+def test_a_request_can_resume_after_any_token(
     model: Path, plain: Answers, kind: str, drafter: str
 ) -> None:
-    """The state of the grammar is that after the output of other nodes."""
+    """The grammar continues from its state after the output of other nodes."""
     with cluster_of(model, kind, **DRAFTERS[drafter]) as cluster:
         asked = [
             (ask(cluster, PROMPT_OF[name], produced=tokens[:cut], **params), plain[name])
@@ -238,11 +238,11 @@ def test_an_output_is_replayed_without_the_lock(
     assert held == [False]
 
 
-def test_a_replay_for_which_no_thread_can_start_is_answered_and_later_ones_go_on(
+def test_a_replay_without_a_thread_fails_and_later_ones_succeed(
     model: Path, plain: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a grammar that is known, of which the control thread is told, and with new ones, of
-    which the threads that compile are told."""
+    """We try a known grammar (its result goes to the control thread) and new ones (their results go
+    to the compiling threads)."""
     start = threading.Thread.start
 
     def no_replay(self: threading.Thread) -> None:
@@ -278,7 +278,7 @@ IMPOSSIBLE = [
 def test_a_grammar_that_leaves_no_token_ends_its_request_with_an_error(
     model: Path, kind: str, drafter: str
 ) -> None:
-    """Token 1 of a pair is that of the prefill node. Others go on."""
+    """The prefill node of a pair samples token 1. Other requests continue."""
     with cluster_of(model, kind, **DRAFTERS[drafter]) as cluster:
         other = ask(cluster, PROMPTS[1], grammar=JSON)
         asked = [(*each, ask(cluster, PROMPTS[0], grammar=each[0])) for each in IMPOSSIBLE]
@@ -293,20 +293,20 @@ def test_a_grammar_that_leaves_no_token_ends_its_request_with_an_error(
 
 
 def test_late_steps_change_nothing(model: Path, plain: Answers) -> None:
-    """On a device that computes long after a launch, rules know every token before they answer."""
+    """On a device that computes late, rules must know every token before they answer."""
     with cluster_of(model, "unified", overlap_schedule="on") as cluster:
         device = LaggingDevice(cluster.unified[0])
         same_answers(answers(cluster), plain)
         assert device.ahead > 20
 
 
-def test_metrics_say_what_became_of_grammars(model: Path) -> None:
+def test_metrics_count_the_outcomes_of_grammars(model: Path) -> None:
     with share_grammars(model), cluster_of(model, "unified") as cluster:
         for grammar in (JSON, JSON, Grammar("regex", "ok")):
             assert ask(cluster, PROMPTS[0], grammar=grammar, max_tokens=9).tokens()
         with pytest.raises(InvalidRequestError):
             ask(cluster, PROMPTS[0], grammar=Grammar("regex", "(")).tokens()
-        text = cluster.unified[0].node.core.metrics.expose().decode()
+        text = cluster.unified[0].node.core.metrics.render_text().decode()
     for line in (
         'pd_grammars_total{outcome="cached"} 1.0',
         'pd_grammars_total{outcome="compiled"} 2.0',
@@ -317,13 +317,13 @@ def test_metrics_say_what_became_of_grammars(model: Path) -> None:
         assert line in text.splitlines(), line
 
 
-def test_requests_that_wait_for_their_grammar_can_be_aborted(model: Path) -> None:
-    """And others do not wait for them."""
+def test_requests_waiting_for_their_grammar_can_be_aborted(model: Path) -> None:
+    """Other requests do not wait for them."""
     slow = Grammar("ebnf", "root ::= " + " ".join('("a" | "b")?' for _ in range(40)))
     held: list[Any] = []
 
     class Held(Grammars):
-        def want(self, grammar: Grammar, done: Any, owner: str = "") -> None:
+        def request_rules(self, grammar: Grammar, done: Any, owner: str = "", **_: Any) -> None:
             held.append(done)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -333,19 +333,19 @@ def test_requests_that_wait_for_their_grammar_can_be_aborted(model: Path) -> Non
             waiting = ask(cluster, PROMPTS[0], grammar=slow)
             assert len(ask(cluster, PROMPTS[1]).tokens()) > 0
             # They count in the first queue of a node.
-            queued = [next(iter(node.node.queues().values())) for node in cluster.pair]
+            queued = [next(iter(node.node.count_queues().values())) for node in cluster.pair]
             assert queued == [1, 1]
             cluster.client.abort(waiting)
             cluster.wait_idle(30.0)
             for done in held:  # what comes too late is not used
-                done(lambda _: None)
+                done(InvalidRequestError("it is none"))
             cluster.wait_idle(30.0)
 
 
 def test_a_grammar_whose_masks_take_too_long_ends_its_request(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With an error; another stream goes on, and the grammar is refused from then on."""
+    """It ends with an error, another stream continues, and we refuse the grammar from then on."""
     slow = Grammar("regex", "[ab]{20}slow")
     fill_mask = GrammarRules.fill_mask
 
@@ -365,25 +365,29 @@ def test_a_grammar_whose_masks_take_too_long_ends_its_request(
 
     monkeypatch.setattr(GrammarRules, "fill_mask", busy)
     monkeypatch.setattr(GrammarRules, "fill_together", staticmethod(together))
-    want = Grammars.want
+    want = Grammars.request_rules
 
-    def wanted(self: Grammars, grammar: Grammar, done: Any, owner: str = "") -> None:
-        def marked(found: Any) -> None:
-            def make(stop_ids: Any) -> GrammarRules:
-                rules: GrammarRules = found(stop_ids)
+    def wanted(
+        self: Grammars, grammar: Grammar, done: Any, owner: str = "", **options: Any
+    ) -> None:
+        class MakeSlow(MakeRules):
+            def __call__(self, ending: Any) -> Any:
+                rules: Any = super().__call__(ending)
                 rules.is_slow = True
                 return rules
 
-            done(make if grammar == slow and callable(found) else found)
+        def marked(found: Any) -> None:
+            is_slow = grammar == slow and isinstance(found, MakeRules)
+            done(MakeSlow(**vars(found)) if is_slow else found)
 
-        want(self, grammar, marked, owner)
+        want(self, grammar, marked, owner, **options)
 
-    monkeypatch.setattr(Grammars, "want", wanted)
+    monkeypatch.setattr(Grammars, "request_rules", wanted)
     with cluster_of(model, "split", overlap_schedule="on") as cluster:
         other = ask(cluster, PROMPTS[1], grammar=JSON)
-        with pytest.raises(InvalidRequestError, match="the tokens that may come next took"):
+        with pytest.raises(InvalidRequestError, match="tokens of the output took"):
             ask(cluster, PROMPTS[0], grammar=slow).tokens()
         assert other.tokens()[-1] == EOS
-        with pytest.raises(InvalidRequestError, match="the tokens that may come next took"):
+        with pytest.raises(InvalidRequestError, match="tokens of the output took"):
             ask(cluster, PROMPTS[0], grammar=slow).tokens()
         cluster.wait_idle(30.0)

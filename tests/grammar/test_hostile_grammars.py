@@ -1,4 +1,4 @@
-"""Random texts as grammars: each is served or refused, and other streams go on."""
+"""Random texts as grammars: each is served or refused, and other streams continue."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ PIECES: dict[GrammarKind, list[str]] = {
 
 
 def random_grammar(rng: random.Random) -> Grammar:
-    """Pieces of a kind, or bytes."""
+    """Join pieces of a kind, or bytes."""
     kind = rng.choice(KINDS)
     if rng.random() < 0.3:
         return Grammar(
@@ -59,11 +59,11 @@ def random_grammar(rng: random.Random) -> Grammar:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_child() -> None:
-    """These tests have as many as nodes have."""
+    """These tests use as many children as nodes do."""
 
 
 def resident_bytes() -> int:
-    """Memory of this process, in which the nodes are, and of its children, which compile."""
+    """Return the memory of this process, with the nodes, and of its compiling children."""
     pids = [os.getpid(), *(int(pid) for pid in _children())]
     return sum(map(_resident_pages, pids)) * os.sysconf("SC_PAGE_SIZE")
 
@@ -81,7 +81,7 @@ def _resident_pages(pid: int) -> int:
 
 
 def longest_pause(stream: Pending, others: list[Pending]) -> float:
-    """Seconds that a stream waited for its next token while others were not done."""
+    """Return the longest time between two tokens of a stream while others were not done."""
     longest, count, since = 0.0, 0, time.monotonic()
     while not stream.done.is_set() and not all(each.done.is_set() for each in others):
         time.sleep(0.005)

@@ -1,4 +1,4 @@
-"""Jump-forward: tokens that a grammar forces join the output without being sampled, the same ones
+"""Jump-forward: forced tokens join the output without being sampled, the same ones
 on every deployment and with every drafter."""
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def plain(model: Path) -> Iterator[Answers]:
         assert counter(cluster.unified[0], FORCED) > 40
 
 
-def test_output_is_what_the_grammar_says(model: Path, plain: Answers) -> None:
+def test_output_matches_the_grammar(model: Path, plain: Answers) -> None:
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     for name, params in FEATURES.items():
         if params.get("grammar") is not JSON or "max_tokens" in params:
@@ -96,7 +96,7 @@ CELLS = [
 
 
 @pytest.mark.parametrize(("kind", "drafter", "settings"), CELLS)
-def test_every_deployment_gives_the_same(
+def test_every_deployment_gives_the_same_output(
     monkeypatch: pytest.MonkeyPatch,
     model: Path,
     plain: Answers,
@@ -108,8 +108,8 @@ def test_every_deployment_gives_the_same(
     check_answers(monkeypatch, model, plain, kind, drafter, settings, is_short=is_short)
 
 
-def test_a_request_goes_on_where_a_message_ended(model: Path, plain: Answers) -> None:
-    """Forced tokens come in one message with the token before them, so that no resumed request
+def test_a_request_can_resume_after_any_message(model: Path, plain: Answers) -> None:
+    """Forced tokens come in one message with the token before them, so no resumed request
     begins between the two."""
     with cluster_of(model, "unified") as first, cluster_of(model, "split") as second:
         whole = ask(first, PROMPT_OF["seeded"], **FEATURES["seeded"])
@@ -123,7 +123,7 @@ def test_a_request_goes_on_where_a_message_ended(model: Path, plain: Answers) ->
 
 
 def test_late_steps_change_nothing(model: Path, plain: Answers) -> None:
-    """A step that was launched before its row's tokens were forced has a sample too many."""
+    """A step launched before its row's tokens were forced has an extra sample."""
     with cluster_of(model, "unified", overlap_schedule="on") as cluster:
         device = LaggingDevice(cluster.unified[0])
         same_answers(answers(cluster), plain)
@@ -131,7 +131,7 @@ def test_late_steps_change_nothing(model: Path, plain: Answers) -> None:
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
-def test_forced_tokens_take_no_pass_each(model: Path, overlap: str) -> None:
+def test_forced_tokens_share_a_forward_pass(model: Path, overlap: str) -> None:
     names = [f"property number {i}" for i in range(4)]
     schema = {
         "type": "object",
@@ -162,7 +162,7 @@ def test_log_probabilities_and_biases_act_on_sampled_tokens(
 def rules_of(jumping: Grammars) -> Any:
     def rules(kind: Any, text: str) -> Any:
         found: queue.Queue[Any] = queue.Queue()
-        jumping.want(Grammar(kind, text), found.put)
+        jumping.request_rules(Grammar(kind, text), found.put)
         return found.get(timeout=60)([EOS])
 
     return rules
@@ -174,7 +174,7 @@ class TestRules:
         return Tokenizer.from_file(str(model_directory / "tokenizer.json"))
 
     def forced(self, rules: Any, ids: list[int]) -> list[int]:
-        tokens: list[int] = rules.forced(np.array(ids, np.int32))
+        tokens: list[int] = rules.find_forced(np.array(ids, np.int32))
         return tokens
 
     def test_forced_tokens_are_those_of_the_tokenizer(self, rules_of, tokenizer) -> None:
@@ -195,12 +195,12 @@ class TestRules:
         assert np.array_equal(mask, before)
 
     def test_known_tokens_stay_where_the_tokenizer_would_merge(self, rules_of, tokenizer) -> None:
-        """``re`` is known, and the tokenizer writes ``red`` as one token: nothing is forced."""
+        """``re`` is known, and ``red`` is one token, so nothing is forced."""
         (red,) = tokenizer.encode("red").ids
         known = [tokenizer.token_to_id("r"), tokenizer.token_to_id("e")]
         rules = rules_of("regex", "red or [ab]")
         for token in known:
-            assert rules.advance(token)
+            assert rules.accept_token(token)
         assert self.forced(rules, known) == []
         assert red not in known
 
@@ -218,7 +218,7 @@ class TestRules:
         for _ in range(3):
             found = self.forced(rules, ids)
             assert 2 <= len(found) <= MAX_BYTES
-            assert all(rules.advance(token) for token in found)
+            assert all(rules.accept_token(token) for token in found)
             ids += found
 
     @pytest.mark.timeout(60)
@@ -227,12 +227,12 @@ class TestRules:
         """The second cycle comes after a choice."""
         rules = rules_of("ebnf", f"root ::= {text}")
         ids = [tokenizer.token_to_id(letter) for letter in ("a", "b")[: 1 + ("tail" in text)]]
-        assert all(rules.advance(token) for token in ids)
+        assert all(rules.accept_token(token) for token in ids)
         for _ in range(3):
             found = self.forced(rules, ids)
             assert 2 <= len(found) <= MAX_BYTES
             assert set(tokenizer.decode(found)) == {"a"}
-            assert all(rules.advance(token) for token in found)
+            assert all(rules.accept_token(token) for token in found)
             ids += found
 
     @pytest.mark.timeout(60)
@@ -249,20 +249,23 @@ class TestRules:
 
     @pytest.mark.parametrize("text", ["name|named", "(ab|ac)d", "a{300}", "äö名(a|b)", "x?yz"])
     def test_forced_text_is_what_xgrammar_finds(self, rules_of, text) -> None:
-        """Where that has an end."""
+        """We compare texts that end."""
         rules = rules_of("regex", text)
         found = rules._matcher.find_jump_forward_string()
-        assert rules._forced_text() == found[:MAX_BYTES]
+        assert rules._find_forced_text() == found[:MAX_BYTES]
 
     def test_a_complete_output_has_no_forced_tokens(self, rules_of, tokenizer) -> None:
         rules = rules_of("regex", "name")
         for token in tokenizer.encode("name").ids:
-            assert rules.advance(token)
+            assert rules.accept_token(token)
         assert self.forced(rules, [1]) == []
-        assert rules.advance(EOS)
-        assert rules.ended
+        assert rules.accept_token(EOS)
+        assert rules.has_ended
         assert self.forced(rules, [1]) == []
 
     def test_nothing_is_forced_behind_half_a_character(self, model_directory, tokenizer) -> None:
         half = tokenizer.encode("名").ids[:1]
-        assert Retokenizer(str(model_directory / "tokenizer.json")).tokens(half, "tags tags") == []
+        assert (
+            Retokenizer(str(model_directory / "tokenizer.json")).retokenize_text(half, "tags tags")
+            == []
+        )

@@ -1,4 +1,4 @@
-"""Lengths that are counted beside a grammar allow the tokens that a grammar with lengths allows."""
+"""Counted lengths allow the same tokens as a grammar with lengths."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ import torch
 import xgrammar
 
 from pd.embedded import EMBEDDED_MODEL
-from pd.grammar.child import Vocabulary
-from pd.grammar.json_schemas import prepare, prepare_tags
+from pd.grammar.compile_jobs import Vocabulary
 from pd.grammar.lengths import split_lengths
 from pd.grammar.rules import GrammarRules
 from pd.grammar.tag_lengths import split_tag_lengths
 from pd.grammar.xgrammar_library import (
     Compiler,
-    allows,
+    accepts_text,
+    count_characters,
     dump_compiled,
     load_compiled,
-    token_characters,
-    tokenizer_info,
+    read_tokenizer,
 )
+from pd.structured.schema_rewriting import rewrite_schema, rewrite_tag
 
 if TYPE_CHECKING:
     from pd.grammar.token_characters import TokenCharacters
@@ -186,26 +186,26 @@ UNCLEAR = {
 
 @functools.cache
 def info() -> xgrammar.TokenizerInfo:
-    return tokenizer_info(Vocabulary(str(EMBEDDED_MODEL / "tokenizer.json"), SIZE, [STOP]))
+    return read_tokenizer(Vocabulary(str(EMBEDDED_MODEL / "tokenizer.json"), SIZE, [STOP]))
 
 
 @functools.cache
 def characters() -> TokenCharacters:
-    return token_characters(info())
+    return count_characters(info())
 
 
 def rules_of(schema: Any, kind: str = "json_schema") -> GrammarRules:
-    """Rules of a grammar that was handed over by another process."""
+    """Make rules of a grammar transferred from another process."""
     compiler = Compiler(info())
-    compiled = compiler.compile(kind, json.dumps(schema))
+    compiled = compiler.compile_text(kind, json.dumps(schema))
     compiled = load_compiled(dump_compiled(compiled), kind, compiler)
     return GrammarRules(compiled, characters() if compiled.counted else None, None, [STOP])
 
 
 def exact(schema: Any) -> xgrammar.GrammarMatcher:
-    """A grammar that has the lengths itself."""
+    """Compile a grammar that has the lengths itself."""
     compiler = xgrammar.GrammarCompiler(info(), max_threads=1, cache_enabled=False)
-    prepared = json.dumps(prepare(json.loads(json.dumps(schema))))
+    prepared = json.dumps(rewrite_schema(json.loads(json.dumps(schema))))
     compiled = compiler.compile_json_schema(prepared, any_whitespace=False)
     return xgrammar.GrammarMatcher(compiled, override_stop_tokens=[STOP])
 
@@ -215,9 +215,9 @@ def tag_of(content: Any) -> Any:
 
 
 def exact_tag(content: Any, known: xgrammar.TokenizerInfo, stop: int) -> xgrammar.GrammarMatcher:
-    """A grammar of a structural tag that has the lengths itself."""
+    """Compile the grammar of a structural tag that has the lengths itself."""
     compiler = xgrammar.GrammarCompiler(known, max_threads=1, cache_enabled=False)
-    compiled = compiler.compile_structural_tag(json.dumps(prepare_tags(tag_of(content))))
+    compiled = compiler.compile_structural_tag(json.dumps(rewrite_tag(tag_of(content))))
     return xgrammar.GrammarMatcher(compiled, override_stop_tokens=[stop])
 
 
@@ -226,15 +226,15 @@ def allowed(mask: np.ndarray) -> list[int]:
 
 
 @pytest.mark.parametrize("name", COUNTED)
-def test_masks_are_those_of_the_grammar_with_lengths(name: str) -> None:
+def test_masks_equal_those_of_a_grammar_with_lengths(name: str) -> None:
     print(f"PD_TEST_SEED={SEED}")
     rng, schema = random.Random(f"{SEED} {name}"), COUNTED[name]
-    assert split_lengths(prepare(json.loads(json.dumps(schema)))) is not None
+    assert split_lengths(rewrite_schema(json.loads(json.dumps(schema)))) is not None
     rules, reference = rules_of(schema), exact(schema)
     mask, expected = np.zeros(SIZE // 32, np.int32), np.zeros(SIZE // 32, np.int32)
     written: list[int] = []
     for _ in range(150):
-        if rules.ended:
+        if rules.has_ended:
             whole = b"".join(characters().tokens[each] for each in written[:-1])
             # NOTE: where a string has no length, xgrammar has it hold the bytes of surrogates, too,
             # which are no text and are delivered as U+FFFD.
@@ -247,21 +247,21 @@ def test_masks_are_those_of_the_grammar_with_lengths(name: str) -> None:
             assert allowed(mask) == allowed(expected), written
             refused = rng.randrange(SIZE)
             if refused not in allowed(mask):
-                assert not rules.advance(refused)
+                assert not rules.accept_token(refused)
             # Else few strings would end before they are full.
             ends = [each for each in allowed(mask) if b'"' in characters().tokens[each]]
             token = rng.choice(ends if ends and rng.random() < 0.2 else allowed(mask))
-            assert rules.advance(token) and reference.accept_token(token)
+            assert rules.accept_token(token) and reference.accept_token(token)
             written.append(token)
             back = rng.randrange(1, len(written) + 1) if rng.random() < 0.1 else 0
-        rules.rollback(back)
+        rules.roll_back(back)
         if back:
             reference.rollback(back)
             del written[len(written) - back :]
 
 
 @pytest.mark.parametrize("name", TAGS)
-def test_masks_of_structural_tags_are_those_of_the_grammar_with_lengths(name: str) -> None:
+def test_masks_of_structural_tags_equal_those_of_a_grammar_with_lengths(name: str) -> None:
     print(f"PD_TEST_SEED={SEED}")
     rng, (content, beginnings) = random.Random(f"{SEED} {name}"), TAGS[name]
     rules, reference = rules_of(tag_of(content), "structural_tag"), exact_tag(content, info(), STOP)
@@ -269,8 +269,8 @@ def test_masks_of_structural_tags_are_those_of_the_grammar_with_lengths(name: st
     mask, expected = np.zeros(SIZE // 32, np.int32), np.zeros(SIZE // 32, np.int32)
     written, rest = list[int](), b""
     for _ in range(250):
-        if rules.ended or rng.random() < 0.04:
-            rules.rollback(len(written))
+        if rules.has_ended or rng.random() < 0.04:
+            rules.roll_back(len(written))
             reference.rollback(len(written))
             written, rest = [], rng.choice(beginnings).encode()
         mask[:] = expected[:] = 0
@@ -282,7 +282,7 @@ def test_masks_of_structural_tags_are_those_of_the_grammar_with_lengths(name: st
         ends = [each for each in tokens if b'"' in characters().tokens[each]]
         token = rng.choice(leading or (ends if ends and rng.random() < 0.2 else tokens))
         rest = rest[len(characters().tokens[token]) :] if leading else b""
-        assert rules.advance(token) and reference.accept_token(token)
+        assert rules.accept_token(token) and reference.accept_token(token)
         written.append(token)
 
 
@@ -343,21 +343,21 @@ def random_format(rng: random.Random, depth: int) -> Any:
 
 
 @pytest.mark.parametrize("count", [1500, pytest.param(40_000, marks=pytest.mark.full)])
-def test_masks_of_random_structural_tags_are_those_of_the_grammar_with_lengths(count: int) -> None:
+def test_masks_of_random_structural_tags_equal_those_of_a_grammar_with_lengths(count: int) -> None:
     print(f"PD_TEST_SEED={SEED}")
     size = len(SMALL) + 1
     known = xgrammar.TokenizerInfo([*SMALL, "</s>"], vocab_size=size, stop_token_ids=[size - 1])
-    table, compiler = token_characters(known), Compiler(known)
+    table, compiler = count_characters(known), Compiler(known)
     mask = np.zeros(-(-size // 32), np.int32)
     expected, free = np.zeros_like(mask), np.zeros_like(mask)
     compared = narrowed = 0
     for number in range(count):
         rng = random.Random(f"{SEED} {number}")
         content = random_format(rng, 3)
-        if split_tag_lengths(prepare_tags(tag_of(content))) is None:
+        if split_tag_lengths(rewrite_tag(tag_of(content))) is None:
             continue
         try:
-            compiled = compiler.compile("structural_tag", json.dumps(tag_of(content)))
+            compiled = compiler.compile_text("structural_tag", json.dumps(tag_of(content)))
             reference = exact_tag(content, known, size - 1)
         except (ValueError, RuntimeError):
             continue
@@ -375,21 +375,21 @@ def test_masks_of_random_structural_tags_are_those_of_the_grammar_with_lengths(c
             token = rng.choice(likely if likely and rng.random() < 0.7 else tokens or [size - 1])
             if token == size - 1:
                 break
-            assert rules.advance(token) and reference.accept_token(token)
+            assert rules.accept_token(token) and reference.accept_token(token)
     print(f"{narrowed} of {compared} masks were narrowed")
     assert narrowed > count / 10
 
 
 @pytest.mark.parametrize("name", UNCLEAR)
-def test_where_strings_cannot_be_told_apart_the_grammar_has_the_lengths(name: str) -> None:
-    compiled = Compiler(info()).compile("json_schema", json.dumps(UNCLEAR[name]))
+def test_the_grammar_keeps_lengths_if_strings_are_ambiguous(name: str) -> None:
+    compiled = Compiler(info()).compile_text("json_schema", json.dumps(UNCLEAR[name]))
     assert compiled.counted is None
 
 
 @pytest.mark.parametrize("text", ["x", "xxx", "begin" + 8 * "x"])
-def test_texts_that_look_like_strings_leave_the_lengths_in_the_grammar(text: str) -> None:
+def test_the_grammar_keeps_lengths_if_texts_look_like_strings(text: str) -> None:
     repeated = separated([tagged("<f>", ARGUMENTS, "</f>"), tagged(text, ARGUMENTS, "")], "")
-    assert split_tag_lengths(prepare_tags(tag_of(repeated))) is None
+    assert split_tag_lengths(rewrite_tag(tag_of(repeated))) is None
 
 
 @pytest.mark.parametrize(
@@ -413,14 +413,14 @@ def test_texts_that_look_like_strings_leave_the_lengths_in_the_grammar(text: str
         ),
     ],
 )
-def test_grammars_that_keep_their_lengths_may_have_long_ones(kind: str, text: str) -> None:
-    assert Compiler(info()).compile(kind, text).counted is None
+def test_a_grammar_with_its_own_lengths_may_have_long_ones(kind: str, text: str) -> None:
+    assert Compiler(info()).compile_text(kind, text).counted is None
 
 
 @pytest.mark.parametrize("low", [0, 1, 31, 32, 33, 64, 100])
 def test_every_length_within_the_bounds_can_be_written_and_no_other(low: int) -> None:
     for high in (low, low + 1, low + 62, low + 63, low + 64, low + 95, low + 96):
         schema = json.dumps(text(minLength=low, maxLength=high))
-        compiled = Compiler(info()).compile("json_schema", schema)
-        written = [n for n in range(high + 70) if allows(compiled, f'"{"é" * n}"')]
+        compiled = Compiler(info()).compile_text("json_schema", schema)
+        written = [n for n in range(high + 70) if accepts_text(compiled, f'"{"é" * n}"')]
         assert written == list(range(low, high + 1))

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from pd.core.grammar import Grammar
 from pd.embedded import EMBEDDED_MODEL
 from pd.grammar.grammars import MAX_WAITING
-from pd.proxy.json_schemas import what_is_not_enforced
+from pd.structured.schema_check import find_unenforced
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,20 +54,22 @@ TRAINED_EOS = 2
     ids=["40", "300"],
 )
 @pytest.mark.timeout(1500)
-def test_random_schemas(model: Path, count: int, deployments: list[Deployment]) -> None:
+def test_random_schemas_constrain_random_models(
+    model: Path, count: int, deployments: list[Deployment]
+) -> None:
     check(model, EOS, count, deployments)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(2400)
-def test_random_schemas_on_a_trained_model() -> None:
+def test_random_schemas_constrain_a_trained_model() -> None:
     """Its drafters are right more often than not."""
     with share_grammars(EMBEDDED_MODEL, 2048, TRAINED_EOS):
         check(EMBEDDED_MODEL, TRAINED_EOS, 300, TRAINED)
 
 
 def check(model: Path, eos: int, count: int, deployments: list[Deployment]) -> None:
-    """The first deployment's answers are instances, and those of the others are the same."""
+    """Check that the first deployment's answers are instances and the others' are the same."""
     print(f"PD_TEST_SEED={SEED}")
     rng = random.Random(SEED)
     schemas = [random_schema(rng, times=model != EMBEDDED_MODEL) for _ in range(count)]
@@ -80,7 +82,7 @@ def check(model: Path, eos: int, count: int, deployments: list[Deployment]) -> N
         assert found == plain, f"{kind}, {drafter}, PD_TEST_SEED={SEED}"
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     for number, (schema, tokens) in enumerate(zip(schemas, plain or [], strict=True)):
-        assert what_is_not_enforced(schema) is None, schema
+        assert find_unenforced(schema) is None, schema
         # As clients see it: special tokens that the grammar took for text are a part of it.
         text = tokenizer.decode(tokens[:-1], skip_special_tokens=False)
         assert tokens[-1] == eos, (schema, text)
@@ -91,7 +93,7 @@ def check(model: Path, eos: int, count: int, deployments: list[Deployment]) -> N
 
 
 def answers(cluster: Cluster, schemas: list[Any]) -> list[list[int]]:
-    """What the model writes at temperature 1 for each schema."""
+    """Return the model's output at temperature 1 for each schema."""
     found: list[list[int]] = []
     # A node lets so many grammars wait at most.
     for start in range(0, len(schemas), MAX_WAITING):

@@ -1,5 +1,5 @@
-"""Masks of grammars that count characters are those of trying every token, whatever was written and
-taken back before."""
+"""Masks of grammars that count characters equal those of trying every token, whatever was written
+and taken back before."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 import xgrammar
 
 from pd.grammar.rules import GrammarRules
-from pd.grammar.xgrammar_library import Compiled, Compiler, matcher, token_characters
+from pd.grammar.xgrammar_library import Compiled, Compiler, count_characters, make_matcher
 
 SEED = int(os.environ.get("PD_TEST_SEED", random.randrange(1 << 31)))
 SIZE = 700
@@ -57,7 +57,7 @@ PARTS = [
 
 
 def vocabulary(rng: random.Random) -> xgrammar.TokenizerInfo:
-    """All bytes of the parts, and random sequences of parts."""
+    """Make a vocabulary of the parts' bytes and of random sequences of parts."""
     tokens = {bytes([value]): None for part in PARTS for value in part}
     tokens |= dict.fromkeys(bytes([value]) for value in range(0x20, 0x7F))
     tokens[b"\n"] = None
@@ -97,7 +97,7 @@ def random_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
 
 
 def random_tag(rng: random.Random) -> dict[str, Any]:
-    """Free text and structures in one of a few forms."""
+    """Make a tag of free text and structures in one of a few forms."""
     content = {"type": "json_schema", "json_schema": random_schema(rng), "max_whitespace_cnt": 1}
     tag = {"type": "tag", "begin": "<f>", "content": content, "end": "</f>"}
     thought = {"type": "any_text", "excludes": []}
@@ -124,17 +124,17 @@ def random_tag(rng: random.Random) -> dict[str, Any]:
 
 
 class Output:
-    """One output: its rules, and what they are compared with."""
+    """An output: its rules, and the matchers for comparison."""
 
     def __init__(self, rules: GrammarRules, compiled: Compiled, tokens: list[bytes]) -> None:
         self.rules, self.compiled, self.tokens = rules, compiled, tokens
         self.written: list[int] = []
 
     def tried(self) -> tuple[list[int], list[int]]:
-        """Tokens that both grammars take, and those that only the first does, tried one by one."""
+        """Try tokens one by one. Return those accepted by both grammars, and by the first only."""
         assert self.compiled.counted is not None
-        free = matcher(self.compiled.free, STOPS)
-        counted = matcher(self.compiled.counted)
+        free = make_matcher(self.compiled.free, STOPS)
+        counted = make_matcher(self.compiled.counted)
         for token in self.written:
             assert free.accept_token(token) and counted.accept_string(self.tokens[token])
         mask = np.zeros(-(-SIZE // 32), np.int32)
@@ -156,25 +156,25 @@ class Output:
         assert [self.tokens[each] for each in bits(mask)] == right, written
 
     def write(self, rng: random.Random, count: int) -> None:
-        """Add tokens, and check some of the masks between."""
+        """Add tokens, and check some of the masks in between."""
         for _ in range(count):
-            tokens, refused = ([], []) if self.rules.ended else self.tried()
+            tokens, refused = ([], []) if self.rules.has_ended else self.tried()
             if not tokens:
                 return
             # NOTE: xgrammar 0.2.8 takes some tokens with escapes that its masks do not have.
-            assert not refused or not self.rules.advance(rng.choice(refused))
+            assert not refused or not self.rules.accept_token(rng.choice(refused))
             # Often one that begins or ends something, or a part of a character.
             wanted = rng.choice([b'"', b"<", b"f", b"x", b"\xc3", b"\xe2", b"{", b""])
             token = rng.choice([each for each in tokens if wanted in self.tokens[each]] or tokens)
-            assert self.rules.advance(token)
+            assert self.rules.accept_token(token)
             self.written.append(token)
-            if not self.rules.ended and rng.random() < 0.5:
+            if not self.rules.has_ended and rng.random() < 0.5:
                 mask = np.zeros(-(-SIZE // 32), np.int32)
                 self.rules.fill_mask(mask)
                 self.check(mask)
 
     def take_back(self, count: int) -> None:
-        self.rules.rollback(count)
+        self.rules.roll_back(count)
         del self.written[len(self.written) - count :]
 
 
@@ -184,24 +184,24 @@ def bits(mask: np.ndarray) -> list[int]:
 
 @pytest.mark.parametrize("count", [10, pytest.param(300, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", ["json_schema", "structural_tag"])
-def test_masks_are_those_of_trying_every_token(kind: str, count: int) -> None:
+def test_masks_equal_those_of_trying_every_token(kind: str, count: int) -> None:
     print(f"PD_TEST_SEED={SEED}")
     rng = random.Random(f"{SEED} {kind}")
     made = 0
     while made < count:
         if made % 25 == 0:
             info = vocabulary(rng)
-            texts, compiler, table = info.decoded_vocab, Compiler(info), token_characters(info)
+            texts, compiler, table = info.decoded_vocab, Compiler(info), count_characters(info)
         schema = random_schema(rng) if kind == "json_schema" else random_tag(rng)
-        compiled = compiler.compile(kind, json.dumps(schema))
+        compiled = compiler.compile_text(kind, json.dumps(schema))
         if compiled.counted is None:
             continue
         made += 1
         print(schema)
         rules = GrammarRules(compiled, table, None, STOPS)
-        outputs = [Output(each, compiled, texts) for each in (rules, rules.fresh())]
+        outputs = [Output(each, compiled, texts) for each in (rules, rules.fork_rules())]
         for _ in range(30):
-            live = [each for each in outputs if not each.rules.ended]
+            live = [each for each in outputs if not each.rules.has_ended]
             masks = np.zeros((2, -(-SIZE // 32)), np.int32)
             if live:
                 rows = list(range(len(live)))
@@ -211,6 +211,6 @@ def test_masks_are_those_of_trying_every_token(kind: str, count: int) -> None:
             for output in outputs:
                 drafted, before = rng.choice([1, 1, 1, 4]), len(output.written)
                 output.write(rng, drafted)
-                if output.rules.ended or rng.random() < 0.3:
+                if output.rules.has_ended or rng.random() < 0.3:
                     written = len(output.written)
                     output.take_back(rng.choice([written - before, rng.randrange(written + 1)]))

@@ -1,4 +1,4 @@
-"""Masks after the guesses of a draft are those that the rules give after the same tokens."""
+"""Masks after drafted tokens equal the rules' masks after the same tokens."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ VOCAB = 40
 
 
 class NoTokenTwice:
-    """A token may come once; 0 ends the output."""
+    """Rules that allow each token once. Token 0 ends the output."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         return 0 in self.tokens
 
-    def fresh(self) -> NoTokenTwice:
+    def fork_rules(self) -> NoTokenTwice:
         return NoTokenTwice()
 
     def fill_mask(self, mask: np.ndarray) -> None:
-        assert not self.ended
+        assert not self.has_ended
         bits = np.ones(64, np.uint8)
         bits[self.tokens] = 0
         mask[:] = np.packbits(bits, bitorder="little").view(np.int32)
 
-    def advance(self, token: int) -> bool:
-        if token in self.tokens or self.ended:
+    def accept_token(self, token: int) -> bool:
+        if token in self.tokens or self.has_ended:
             return False
         self.tokens.append(token)
         return True
 
-    def rollback(self, count: int) -> None:
+    def roll_back(self, count: int) -> None:
         assert 0 <= count <= len(self.tokens)
         del self.tokens[len(self.tokens) - count :]
 
@@ -51,13 +51,13 @@ def test_masks_follow_the_tree(data: st.DataObject) -> None:
     known = data.draw(st.lists(st.integers(1, 6), unique=True, max_size=4))
     tree = DraftTree(np.array(parents, np.int32)) if size else None
     rules = NoTokenTwice()
-    assert all(map(rules.advance, known))
+    assert all(map(rules.accept_token, known))
     masks = np.full((1 + size, 2), -1, np.int32)
     fill_masks(rules, masks, tree, guesses)
     assert rules.tokens == known
     for row, path in enumerate([(), *([] if tree is None else tree.paths)]):
         again, expected = NoTokenTwice(), np.full(2, -1, np.int32)
         before = [*known, *(guesses[guess] for guess in path)]
-        if all(map(again.advance, before)) and not again.ended:
+        if all(map(again.accept_token, before)) and not again.has_ended:
             again.fill_mask(expected)
         assert (masks[row] == expected).all(), (row, path)

@@ -1,4 +1,4 @@
-"""Models of random weights call functions: what a grammar lets them write always validates."""
+"""Models of random weights call functions, and their constrained calls always validate."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def clients(
     model_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, openai.OpenAI]]:
-    """A client of a proxy for each of MODELS, all on one node."""
+    """Make a client for the proxy of each of MODELS, all on one node."""
     with ExitStack() as stack:
         stack.enter_context(share_grammars(model_dir))
         cluster = stack.enter_context(cluster_of(model_dir, "unified"))
@@ -164,7 +164,7 @@ def test_random_models_call_random_functions(
 
 
 def checked(asked: Any, answer: Any) -> int:
-    """How many choices of ``answer`` ended before ``max_tokens``; each of them is checked."""
+    """Check the choices of ``answer`` that ended before ``max_tokens``, and return their number."""
     ended = 0
     for choice in answer.choices:
         one = asked["tool_choice"] != "required" or not asked["parallel_tool_calls"]

@@ -1,5 +1,5 @@
-"""A request waits for its grammar, wherever that is compiled, without pages and without holding
-others up."""
+"""A request waits for its grammar on either node, without pages and without delaying
+others."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
 
 class HeldBack:
-    """The grammars of one node, which come when a test lets them."""
+    """The grammars of one node. They arrive when a test releases them."""
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
         self.held: list[tuple[Grammar, Any, str]] = []
 
-    def want(self, grammar: Grammar, done: Any, owner: str = "") -> None:
+    def request_rules(self, grammar: Grammar, done: Any, owner: str = "", **_: Any) -> None:
         self.held.append((grammar, done, owner))
 
     def let_go(self, place: int = 0) -> None:
-        self._grammars.want(*self.held.pop(place))
+        self._grammars.request_rules(*self.held.pop(place))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._grammars, name)
@@ -46,7 +46,7 @@ class HeldBack:
 def hold_back(
     monkeypatch: pytest.MonkeyPatch, grammars: Grammars, roles: tuple[str, ...]
 ) -> dict[str, HeldBack]:
-    """Have nodes of these roles, which start from now on, wait for their grammars."""
+    """Make nodes of these roles wait for their grammars, if they start after this call."""
     held = {role: HeldBack(grammars) for role in roles}
 
     def make(config: NodeConfig, engine: object) -> Any:
@@ -60,9 +60,9 @@ def hold_back(
 def test_an_abort_under_a_grammar_ends_the_room_on_both_nodes(
     tmp_path: Path, model: Path, shared_grammars: Grammars, state: str, told: str
 ) -> None:
-    """In every state after that in which the grammar is compiled."""
+    """We abort in every state after the compilation."""
     grammar, known = Grammar("regex", "[ab]{300}"), threading.Event()
-    shared_grammars.want(grammar, lambda _: known.set())
+    shared_grammars.request_rules(grammar, lambda _: known.set())
     assert known.wait(30)
     settings = scripted(tmp_path, *rules(state)) | {"max_running_requests": 1}
     with cluster_of(model, "split", **settings) as cluster:
@@ -77,7 +77,7 @@ def held_pages(cluster: Cluster) -> list[int]:
 def test_a_request_that_waits_for_its_grammar_holds_no_pages(
     monkeypatch: pytest.MonkeyPatch, model: Path, shared_grammars: Grammars, roles: tuple[str, ...]
 ) -> None:
-    """Whichever node still compiles it. A prompt that is computed meanwhile stays cached."""
+    """Either node may still compile it. A prompt computed meanwhile stays cached."""
     held = hold_back(monkeypatch, shared_grammars, roles)
     with cluster_of(model, "split") as cluster:
         other = ask(cluster, PROMPTS[0], max_tokens=20, ignore_eos=True)
@@ -104,7 +104,7 @@ def test_a_request_that_waits_for_its_grammar_holds_no_pages(
 def test_grammars_may_be_ready_in_any_order(
     monkeypatch: pytest.MonkeyPatch, model: Path, shared_grammars: Grammars, seed: int
 ) -> None:
-    """On either node, while some requests are aborted and memory is short."""
+    """We also abort some requests, and memory is short."""
     rng = random.Random(seed)
     held = hold_back(monkeypatch, shared_grammars, ("prefill", "decode"))
     names = [f"{number:02}" for number in range(12)]

@@ -8,7 +8,8 @@ import pytest
 import torch
 from triton_device import DEVICE, SEED, skip_unless_interpreter_works
 
-from pd.kernels.acceptance import Accepted, Trees, accept
+from pd.kernels.acceptance import accept_drafts
+from pd.kernels.draft_tensors import Accepted, Trees
 
 WIDTH = 8
 
@@ -67,7 +68,7 @@ def table(found: Accepted) -> list[list[int]]:
 @pytest.mark.parametrize("seed", range(SEED, SEED + 20))
 def test_the_reference(seed: int, width: int) -> None:
     sampled, trees, expected = example(random.Random(seed), 12)
-    assert table(accept(sampled, trees, width)) == [each[: 3 + width] for each in expected]
+    assert table(accept_drafts(sampled, trees, width)) == [each[: 3 + width] for each in expected]
 
 
 @pytest.mark.usefixtures("_works")
@@ -78,10 +79,10 @@ def test_the_kernel(seed: int, width: int) -> None:
 
     sampled, trees, expected = example(random.Random(seed), 12)
     there = Trees(*(column.to(DEVICE) for column in trees))
-    found = Accepted(*acceptance_triton.accept(sampled.to(DEVICE), there, width))
+    found = Accepted(*acceptance_triton.accept_drafts(sampled.to(DEVICE), there, width))
     assert table(found) == [each[: 3 + width] for each in expected]
 
 
 def test_paths_may_be_left_out() -> None:
     sampled, trees, expected = example(random.Random(SEED), 12)
-    assert table(accept(sampled, trees)) == [each[:3] for each in expected]
+    assert table(accept_drafts(sampled, trees)) == [each[:3] for each in expected]

@@ -15,8 +15,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from pd.kernels.all_reduce_triton import (  # noqa: E402
     BLOCK,
     all_reduce,
-    mailbox_words,
-    word_dtype,
+    choose_word_dtype,
+    count_mailbox_words,
 )
 
 SEED = int(os.environ.get("PD_TEST_SEED", "0"))
@@ -30,7 +30,7 @@ def words(x: torch.Tensor, epoch: int) -> torch.Tensor:
     """Numbers as they travel: in the upper half of a word, the lower has the epoch's flag."""
     half = 8 * x.element_size()
     bits = x.view(BITS[x.element_size()]).to(torch.int64)
-    return ((bits << half) | (epoch & 0x7FFF)).to(word_dtype(x.dtype))
+    return ((bits << half) | (epoch & 0x7FFF)).to(choose_word_dtype(x.dtype))
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
@@ -48,7 +48,7 @@ def test_the_sum_of_what_all_ranks_have(
     torch.manual_seed(SEED)
     capacity = 4 * BLOCK
     boxes = torch.zeros(
-        ranks, mailbox_words(ranks, capacity), dtype=word_dtype(dtype), device=DEVICE
+        ranks, count_mailbox_words(ranks, capacity), dtype=choose_word_dtype(dtype), device=DEVICE
     )
     addresses = torch.tensor([box.data_ptr() for box in boxes], device=DEVICE)
     epochs = torch.full((4,), first_epoch, dtype=torch.int32, device=DEVICE)
@@ -80,7 +80,7 @@ def test_the_sum_of_what_all_ranks_have(
 
 
 def test_nobody_is_waited_for_once_it_is_stopped() -> None:
-    boxes = torch.zeros(2, mailbox_words(2, BLOCK), dtype=torch.int32, device=DEVICE)
+    boxes = torch.zeros(2, count_mailbox_words(2, BLOCK), dtype=torch.int32, device=DEVICE)
     addresses = torch.tensor([box.data_ptr() for box in boxes], device=DEVICE)
     epochs = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     stop = torch.ones(1, dtype=torch.int32, device=DEVICE)

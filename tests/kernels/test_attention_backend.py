@@ -73,8 +73,8 @@ class TestPool:
         before = case.pool.buffer.clone()
         attend(case, layer=0)
         new = torch.cat([case.slots(i, s + n)[s:] for i, (s, n) in enumerate(case.shapes)])
-        assert torch.equal(case.pool.key(0)[new], case.k)
-        assert torch.equal(case.pool.value(0)[new], case.v)
+        assert torch.equal(case.pool.get_keys(0)[new], case.k)
+        assert torch.equal(case.pool.get_values(0)[new], case.v)
         untouched = torch.ones(before.shape[2], dtype=torch.bool)
         untouched[new] = False
         assert torch.equal(case.pool.buffer[0][:, untouched], before[0][:, untouched])
@@ -106,7 +106,7 @@ class TestIndependence:
     def test_long_sequences_do_not_pad_short_ones(self) -> None:
         totals = np.array([10, 9000, 12, 300, 8000, 150], dtype=np.int64)
         ordered = np.argsort(totals, kind="stable")
-        buckets = implementation._bucketed(ordered, totals)
+        buckets = implementation._split_buckets(ordered, totals)
         assert [list(bucket) for bucket in buckets] == [[0, 2], [3, 5], [1, 4]]
 
 

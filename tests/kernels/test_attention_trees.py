@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pd.kernels.attention import make_attention_backend
 from pd.kernels.attention.torch_backend import TorchAttention
-from pd.kernels.attention.trees import MAX_TREE, branching, tree_masks
+from pd.kernels.attention.trees import MAX_TREE, find_trees, pack_trees
 
 torch.set_num_threads(1)
 
@@ -25,21 +25,21 @@ def assert_right(out: torch.Tensor, expected: torch.Tensor) -> None:
 class TestMasks:
     def test_bits_are_the_tokens_that_a_token_sees(self) -> None:
         fork = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], np.bool_)
-        masks = tree_masks(np.array([2, 3, 1]), [None, fork, np.ones((1, 1), np.bool_)])
+        masks = pack_trees(np.array([2, 3, 1]), [None, fork, np.ones((1, 1), np.bool_)])
         assert masks.tolist() == [0b1, 0b11, 0b1, 0b11, 0b101, 0b1]
 
     def test_a_full_chain_has_every_bit(self) -> None:
         whole = np.array([MAX_TREE])
-        masks = tree_masks(whole, None)
+        masks = pack_trees(whole, None)
         assert masks[:2].tolist() == [1, 3]
         assert masks[-2:].tolist() == [2**63 - 1, -1]
-        assert (tree_masks(whole, [np.tri(MAX_TREE, dtype=np.bool_)]) == masks).all()
+        assert (pack_trees(whole, [np.tri(MAX_TREE, dtype=np.bool_)]) == masks).all()
 
     def test_one_token_does_not_branch(self) -> None:
         lengths = np.array([1, 3, 3])
         trees = [np.ones((1, 1), np.bool_), None, CHAIN]
-        assert branching(lengths, trees).tolist() == [False, False, True]
-        assert branching(lengths, None).tolist() == [False] * 3
+        assert find_trees(lengths, trees).tolist() == [False, False, True]
+        assert find_trees(lengths, None).tolist() == [False] * 3
 
     @pytest.mark.parametrize(
         ("tree", "reason"),
@@ -51,11 +51,11 @@ class TestMasks:
     )
     def test_what_is_no_tree_is_refused(self, tree: np.ndarray, reason: str) -> None:
         with pytest.raises(AssertionError, match=reason):
-            tree_masks(np.array([1, 3]), [None, tree])
+            pack_trees(np.array([1, 3]), [None, tree])
 
     def test_more_tokens_than_bits_are_refused(self) -> None:
         with pytest.raises(AssertionError, match="64 are the most"):
-            tree_masks(np.array([65]), [np.tri(65, dtype=np.bool_)])
+            pack_trees(np.array([65]), [np.tri(65, dtype=np.bool_)])
 
 
 tree_shapes = st.tuples(st.integers(0, 40), st.integers(1, 20), st.booleans())
@@ -109,14 +109,14 @@ class TestDraft:
         case = Case([(limit - 1, 1) for limit in limits], page_size, *heads, seed=seed)
         step = DraftStep(case, [i % len(limits) for i in sequences], np.random.default_rng(seed))
         step.spoil()
-        graph = TorchAttention(case.pool, case.q.shape[1]).draft_graph(10, 256)
+        graph = TorchAttention(case.pool, case.q.shape[1]).make_draft_graph(10, 256)
         graph.plan(step.limits, step.pages)
         out = step.attend(graph)[: len(sequences)]
         assert_right(out, step.expected())
 
     def test_places_outside_of_the_limit_are_the_extra_page(self) -> None:
         case = Case([(9, 1), (30, 2)], 4)
-        graph = TorchAttention(case.pool, case.q.shape[1]).draft_graph(4, 64)
+        graph = TorchAttention(case.pool, case.q.shape[1]).make_draft_graph(4, 64)
         graph.plan(np.array([10, 32]), case.pages)
         extra = case.pool.num_pages * case.page_size
         for places, expected in (
@@ -124,5 +124,5 @@ class TestDraft:
             ([10, -1, -5, 1 << 40], [extra] * 4),
         ):
             graph.places.copy_(torch.tensor(places))
-            graph.locate()
+            graph.locate_slots()
             assert graph.slots.tolist() == [int(slot) for slot in expected]

@@ -132,7 +132,7 @@ def verified(
     )
     extra = case.pool.num_pages * case.page_size
     assert graph.slots[tokens:].tolist() == [extra] * (rows - tokens)
-    store_kv(case.pool.key(1), case.pool.value(1), graph.slots, k, v)
+    store_kv(case.pool.get_keys(1), case.pool.get_values(1), graph.slots, k, v)
     with poisoned_memory():
         out = graph.attend(1, q, k, v)
     assert not out.isnan().any()
@@ -144,7 +144,7 @@ class TestVerify:
     def test_sequences_start_where_only_the_device_knows(self, step: int, shape: tuple) -> None:
         case = make_case(STEPS[step], shape)
         rng, rows = stdlib_random.Random(SEED), len(case.q) + 3
-        graph = TritonAttention(case.pool, case.q.shape[1]).verify_graph(rows, 700)
+        graph = TritonAttention(case.pool, case.q.shape[1]).make_verify_graph(rows, 700)
         later = []
         for start, _ in case.shapes:
             by = rng.randint(0, min(start, 9))
@@ -155,14 +155,14 @@ class TestVerify:
     def test_steps_are_those_of_the_reference(self, step: int, shape: tuple) -> None:
         case = make_case(STEPS[step], shape)
         rows = len(case.q) + 3
-        graph = TritonAttention(case.pool, case.q.shape[1]).verify_graph(rows, 600)
+        graph = TritonAttention(case.pool, case.q.shape[1]).make_verify_graph(rows, 600)
         assert_right(verified(graph, case, rows), case.reference())
 
     def test_one_graph_is_planned_again_with_other_divisions(self) -> None:
         """Larger and smaller, of trees and of chains, down to no sequence at all."""
         shape = SHAPES[2]
         case = make_case([(300, 8, True), (150, 4, True), (7, 4, True)], shape)
-        graph = TritonAttention(case.pool, case.q.shape[1]).verify_graph(16, 400)
+        graph = TritonAttention(case.pool, case.q.shape[1]).make_verify_graph(16, 400)
         pieces = [
             ([0, 1, 2], [8, 4, 4], True),
             ([2, 0], [3, 1], True),
@@ -186,15 +186,15 @@ class TestVerify:
         step = [(rng.randrange(200), 4, rng.random() < 0.5) for _ in range(35)]
         case = make_case(step, (1, 4, 16, 16))
         backend = TritonAttention(case.pool, case.q.shape[1])
-        assert backend.tree_kernel(140) is not backend.tree_kernel(32)
-        assert_right(verified(backend.verify_graph(140, 256), case, 140), case.reference())
+        assert backend.kernels.get_tree_kernel(140) is not backend.kernels.get_tree_kernel(32)
+        assert_right(verified(backend.make_verify_graph(140, 256), case, 140), case.reference())
 
     def test_tokens_of_a_tile_share_its_keys(self) -> None:
         """Four tokens with four query heads per KV head are one tile of 16 rows."""
         case = make_case([(600, 4, True)], SHAPES[2])
         backend = TritonAttention(case.pool, case.q.shape[1])
-        assert backend.tree_kernel(4).tile_tokens == 4
-        graph = backend.verify_graph(4, 640)
+        assert backend.kernels.get_tree_kernel(4).tile_tokens == 4
+        graph = backend.make_verify_graph(4, 640)
         graph.plan(np.array([600]), np.array([4]), case.pages)
         work = graph._launch.works[0]
         items = work.items[: int(work.num_items)]
@@ -205,7 +205,7 @@ class TestVerify:
     def test_addresses_stay(self) -> None:
         case = make_case(STEPS[0], SHAPES[0])
         backend = TritonAttention(case.pool, case.q.shape[1])
-        graph = backend.verify_graph(12, 400)
+        graph = backend.make_verify_graph(12, 400)
         before = addresses(graph, graph._masks)
         verified(graph, case, 12)
         assert addresses(graph, graph._masks) == before
@@ -238,7 +238,7 @@ class TestMixed:
         case = make_case([(start, n, False) for start, n in MIXED[step]], shape)
         kv_heads, group, _, page_size = shape
         backend = TritonAttention(case.pool, kv_heads * group)
-        graph = backend.mixed_graph(140, 3, 2, 600)
+        graph = backend.make_mixed_graph(140, 3, 2, 600)
         before = mixed_addresses(graph)
         for _ in range(2):
             out = replayed(graph, case, 140)
@@ -254,11 +254,11 @@ class TestMixed:
         """As many as there may be, of the most tokens that do."""
         case = make_case([(9, 33, False)] * 4, (1, 4, 64, 16))
         backend = TritonAttention(case.pool, 4)
-        size = backend.chunk_kernel.tile_tokens
+        size = backend.kernels.chunk_kernel.tile_tokens
         case = make_case([(9, size + 1, False)] * 4, (1, 4, 64, 16))
         backend = TritonAttention(case.pool, 4)
         tokens = 4 * (size + 1)
-        graph = backend.mixed_graph(tokens, 1, 4, 256)
+        graph = backend.make_mixed_graph(tokens, 1, 4, 256)
         assert_right(replayed(graph, case, tokens), case.reference())
 
 
@@ -278,7 +278,7 @@ def replayed(graph: TritonMixed, case: Case, tokens: int) -> torch.Tensor:
         torch.cat((x, torch.zeros(tokens - count, *x.shape[1:], dtype=x.dtype, device=DEVICE)))
         for x in (case.q, case.k, case.v)
     )
-    store_kv(case.pool.key(1), case.pool.value(1), graph.slots, k, v)
+    store_kv(case.pool.get_keys(1), case.pool.get_values(1), graph.slots, k, v)
     with poisoned_memory():
         out = graph.attend(1, q, k, v)
     assert not out[count:].any()
@@ -306,7 +306,7 @@ class TestDraft:
         """With NaN in everything that no row sees, up to the planned limits."""
         step = make_step(*DRAFTS[draft], shape)
         expected = step.reference()
-        graph = TritonAttention(step.case.pool, step.q.shape[1]).draft_graph(6, 600)
+        graph = TritonAttention(step.case.pool, step.q.shape[1]).make_draft_graph(6, 600)
         graph.plan(step.limits, step.pages)
         n = len(step.sequences)
         out = step.attend(graph)
@@ -320,7 +320,7 @@ class TestDraft:
         limits, shape = [320, 40, 150], SHAPES[2]
         case = make_case([(limit - 1, 1, False) for limit in limits], shape)
         backend = TritonAttention(case.pool, case.q.shape[1])
-        graph = backend.draft_graph(4, 400)
+        graph = backend.make_draft_graph(4, 400)
         random = np.random.default_rng(SEED)
         before = addresses(graph, graph._limits, graph._firsts)
         for sequences, behind in (([0, 1, 2], 9), ([2, 1], 30), ([0], 200)):
@@ -345,29 +345,29 @@ class TestDraft:
         step.case.pool.buffer.normal_()
         step.bases, step.masks = step.places + 1, np.zeros(2, np.int64)
         expected = step.reference()
-        graph = TritonAttention(step.case.pool, step.q.shape[1]).draft_graph(2, 256)
+        graph = TritonAttention(step.case.pool, step.q.shape[1]).make_draft_graph(2, 256)
         graph.plan(step.limits, step.pages)
         assert_right(step.attend(graph), expected)
 
     def test_places_outside_of_the_limit_are_the_extra_page(self) -> None:
         case = make_case([(9, 1, False), (30, 2, False)], (1, 1, 16, 4))
-        graph = TritonAttention(case.pool, 1).draft_graph(200, 64)
+        graph = TritonAttention(case.pool, 1).make_draft_graph(200, 64)
         graph.plan(np.array([10, 32]), case.pages)
         extra = case.pool.num_pages * case.page_size
         graph.places.fill_(3)
         graph.places[:2] = torch.tensor([9, 31])
-        graph.locate()
+        graph.locate_slots()
         expected = [int(case.slots(0, 10)[9]), int(case.slots(1, 32)[31])]
         assert graph.slots.tolist() == [*expected, *[extra] * 198]
         graph.places[:2] = torch.tensor([10, -1])
         graph.places[2:] = 1 << 40
-        graph.locate()
+        graph.locate_slots()
         assert graph.slots.tolist() == [extra] * 200
 
 
 def test_tiles_of_a_tree_begin_at_its_first_token() -> None:
     arrays = (np.array(x) for x in ([0, 9], [100, 3], [9, 2], [0, 7]))
-    tiles = Tiles.cut(*arrays, 4, trees=True)
+    tiles = Tiles.cut_chunks(*arrays, 4, trees=True)
     assert tiles.rows.tolist() == [0, 4, 8, 9]
     assert tiles.tokens.tolist() == [4, 4, 1, 2]
     assert tiles.positions.tolist() == [100, 100, 100, 3]

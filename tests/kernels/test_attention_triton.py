@@ -101,7 +101,7 @@ def test_many_sequences_have_a_tile_shape_of_their_own(seed: int) -> None:
     step = [(rng.randrange(200), 1) for _ in range(40)] + [(20, 5)]
     case = make_case(step, (1, 4, 64, 16), torch.float16, seed)
     backend = TritonAttention(case.pool, case.q.shape[1])
-    assert backend.decode_kernel(40) is not backend.decode_kernel(5)
+    assert backend.kernels.get_decode_kernel(40) is not backend.kernels.get_decode_kernel(5)
     assert_right(case.attend(backend), case)
 
 
@@ -129,7 +129,7 @@ class TestGraph:
     def test_rows_and_padding(self, seed: int) -> None:
         case = make_case(STEPS[0], SHAPES[2], torch.float32, seed)
         backend = TritonAttention(case.pool, case.q.shape[1])
-        graph = backend.decode_graph(8, 512)
+        graph = backend.make_decode_graph(8, 512)
         starts = np.array([start for start, _ in case.shapes])
         for n in (5, 2):
             graph.plan(starts[:n], case.pages[:n])
@@ -140,7 +140,7 @@ class TestGraph:
                 torch.cat((x[:n], p)) for x, p in zip((case.q, case.k, case.v), pad, strict=True)
             )
             assert graph.slots[n:].tolist() == [case.pool.num_pages * case.page_size] * (8 - n)
-            store_kv(case.pool.key(1), case.pool.value(1), graph.slots, k, v)
+            store_kv(case.pool.get_keys(1), case.pool.get_values(1), graph.slots, k, v)
             with poisoned_memory():
                 out = graph.attend(1, q, k, v)
             assert not out.isnan().any()
@@ -149,7 +149,7 @@ class TestGraph:
     def test_addresses_stay(self) -> None:
         case = make_case(STEPS[0], SHAPES[0], torch.float32, 0)
         backend = TritonAttention(case.pool, case.q.shape[1])
-        large, small = backend.decode_graph(6, 400), backend.decode_graph(2, 400)
+        large, small = backend.make_decode_graph(6, 400), backend.make_decode_graph(2, 400)
         before = addresses(large)
         assert small.slots.data_ptr() == before[0], "they share memory"
         large.plan(np.array([300, 2]), case.pages[1:3])
@@ -171,11 +171,13 @@ class TestWork:
             n = int(random.integers(1, 40))
             starts = random.integers(0, 10 ** random.integers(1, 6), n)
             lengths = random.integers(1, 200, n)
-            tiles = Tiles.cut(np.cumsum(lengths) - lengths, starts, lengths, np.arange(n), 32)
+            tiles = Tiles.cut_chunks(
+                np.cumsum(lengths) - lengths, starts, lengths, np.arange(n), 32
+            )
             assert tiles.tokens.sum() == lengths.sum()
             assert tiles.tokens.max() <= 32
             ends = dict(zip(tiles.rows.tolist(), tiles.positions + tiles.tokens, strict=True))
-            work = policy.work(tiles)
+            work = policy.split_tiles(tiles)
             assert len(work) <= len(tiles.rows) + policy.max_slots
             slots: list[int] = []
             for row in np.unique(work[:, 0]):

@@ -77,11 +77,11 @@ def test_runs_arrive_as_the_kernel_would_have_copied_them(driver: Driver) -> Non
         slots = random_slots(rng, 150)
         start, stop = np.sort(rng.choice(151, 2, replace=False)).tolist()
         layers = np.sort(rng.choice(4, 2, replace=False)).tolist()
-        runs = SlotRuns(slots).within(start, stop)
-        assert len(runs) == SlotRuns(slots).count(start, stop)
+        runs = SlotRuns(slots).find_runs(start, stop)
+        assert len(runs) == SlotRuns(slots).count_runs(start, stop)
         peer.zero_()
         driver.copies = 0
-        engine.copy(runs, peer.data_ptr(), 300, *layers, STREAM)
+        engine.copy_runs(runs, peer.data_ptr(), 300, *layers, STREAM)
         assert driver.copies == len(runs)
         expected = torch.zeros_like(peer)
         own, theirs = torch.from_numpy(slots[:, start:stop].copy())
@@ -92,10 +92,10 @@ def test_runs_arrive_as_the_kernel_would_have_copied_them(driver: Driver) -> Non
 def test_a_run_ends_where_either_side_does() -> None:
     slots = np.array([[4, 5, 6, 7, 9, 10], [8, 9, 20, 21, 22, 23]], dtype=np.int32)
     runs = SlotRuns(slots)
-    assert runs.within(0, 6) == [SlotRun(4, 8, 2), SlotRun(6, 20, 2), SlotRun(9, 22, 2)]
-    assert runs.within(1, 5) == [SlotRun(5, 9, 1), SlotRun(6, 20, 2), SlotRun(9, 22, 1)]
-    assert runs.within(2, 4) == [SlotRun(6, 20, 2)]
-    assert [runs.count(0, 6), runs.count(2, 4), runs.count(3, 4)] == [3, 1, 1]
+    assert runs.find_runs(0, 6) == [SlotRun(4, 8, 2), SlotRun(6, 20, 2), SlotRun(9, 22, 2)]
+    assert runs.find_runs(1, 5) == [SlotRun(5, 9, 1), SlotRun(6, 20, 2), SlotRun(9, 22, 1)]
+    assert runs.find_runs(2, 4) == [SlotRun(6, 20, 2)]
+    assert [runs.count_runs(0, 6), runs.count_runs(2, 4), runs.count_runs(3, 4)] == [3, 1, 1]
 
 
 def test_only_long_runs_in_pools_that_the_driver_can_address_are_taken(
@@ -104,14 +104,14 @@ def test_only_long_runs_in_pools_that_the_driver_can_address_are_taken(
     buffer, _ = pools(torch.Generator())
     monkeypatch.setattr(copy_engine, "MIN_RUN_BYTES", 32 * 10)
     engine = CopyEngine(buffer)
-    assert engine.takes(20, 2, 300)
-    assert not engine.takes(19, 2, 300)
-    assert engine.takes(20, 2, (1 << 26) - 1)
-    assert not engine.takes(20, 2, 1 << 26), "2 GiB from plane to plane"
+    assert engine.can_copy(20, 2, 300)
+    assert not engine.can_copy(19, 2, 300)
+    assert engine.can_copy(20, 2, (1 << 26) - 1)
+    assert not engine.can_copy(20, 2, 1 << 26), "2 GiB from plane to plane"
 
 
 def test_what_the_driver_refuses_is_an_error(driver: Driver) -> None:
     buffer, peer = pools(torch.Generator())
     driver.fails = 2
     with pytest.raises(CudaError, match="cuMemcpy2DAsync_v2: out of copies"):
-        CopyEngine(buffer).copy([SlotRun(0, 0, 1)], peer.data_ptr(), 300, 0, 1, STREAM)
+        CopyEngine(buffer).copy_runs([SlotRun(0, 0, 1)], peer.data_ptr(), 300, 0, 1, STREAM)

@@ -9,7 +9,7 @@ import torch
 from triton_device import DEVICE, DTYPES, normal, seeded, skip_unless_interpreter_works
 
 from pd.kernels import drafting
-from pd.kernels.drafting import DraftRoots, DraftRows, DraftTables, Norms, States
+from pd.kernels.draft_tensors import DraftRoots, DraftRows, DraftTables, Norms, States
 from pd.speculative.shape import DraftShape
 
 pytestmark = pytest.mark.usefixtures("_works")
@@ -77,7 +77,7 @@ def test_states_are_carried() -> None:
 def test_rows_of_every_depth(size: int, topk: int, is_named: bool) -> None:
     from pd.kernels import drafting_triton
 
-    generator, shape = seeded(), DraftShape.best(size, topk)
+    generator, shape = seeded(), DraftShape.build_best(size, topk)
     count, spare, width = 3, 2, 20
     num_rows = (count + spare) * shape.width
     roots = DraftRoots(

@@ -17,7 +17,7 @@ from triton_device import (
 from pd.kernels.activation import silu_and_mul
 from pd.kernels.linear import gate_up_silu, linear
 from pd.kernels.norm import add_rms_norm, rms_norm
-from pd.kernels.rope import apply_rope, inverse_frequencies, rotate_and_store, rotations
+from pd.kernels.rope import apply_rope, compute_rotations, inverse_frequencies, rotate_and_store
 
 pytestmark = pytest.mark.usefixtures("_works")
 DTYPE = pytest.mark.parametrize(("dtype", "error"), DTYPES)
@@ -72,8 +72,8 @@ class TestRope:
 
         frequencies = inverse_frequencies(24, 500000.0)
         positions = torch.tensor([0, 1, 4095, 131071])
-        out = rope_triton.rotations(positions.to(DEVICE), frequencies.to(DEVICE))
-        assert_near(out, rotations(positions, frequencies), 1e-6)
+        out = rope_triton.compute_rotations(positions.to(DEVICE), frequencies.to(DEVICE))
+        assert_near(out, compute_rotations(positions, frequencies), 1e-6)
 
     @DTYPE
     @pytest.mark.parametrize("has_norm", [False, True])
@@ -96,7 +96,7 @@ class TestRope:
         random = seeded()
         qkv = normal(random, tokens, heads + 2 * kv_heads, head_dim).to(dtype)
         positions = torch.randint(0, 131072, (tokens,), generator=random)
-        cos_sin = rotations(positions, inverse_frequencies(head_dim, 10000.0))
+        cos_sin = compute_rotations(positions, inverse_frequencies(head_dim, 10000.0))
         pools = [torch.full((11, kv_heads, head_dim), 7.0, dtype=dtype) for _ in range(2)]
         slots = torch.randperm(11, generator=random)[:tokens]
         weights = [normal(random, head_dim).to(dtype) if has_norm else None for _ in range(2)]
@@ -121,7 +121,7 @@ class TestRope:
     def test_reference_is_norm_then_rotation_then_a_write(self) -> None:
         random = seeded()
         qkv, weight = normal(random, 2, 4, 8), normal(random, 8)
-        cos_sin = rotations(torch.tensor([3, 9]), inverse_frequencies(8, 10000.0))
+        cos_sin = compute_rotations(torch.tensor([3, 9]), inverse_frequencies(8, 10000.0))
         keys, values = torch.zeros(5, 1, 8), torch.zeros(5, 1, 8)
         slots = torch.tensor([4, 1])
         q, k, v = rotate_and_store(
@@ -165,7 +165,7 @@ class TestLinear:
         x = normal(random, rows, inputs).to(dtype)
         weight = normal(random, outputs * (1 + is_gated), inputs, scale=0.05).to(dtype)
         bias = normal(random, len(weight)).to(dtype) if has_bias else None
-        assert linear_triton.fits(x, weight)
+        assert linear_triton.can_multiply(x, weight)
         out = linear_triton.linear(
             x.to(DEVICE), weight.to(DEVICE), None if bias is None else bias.to(DEVICE), is_gated
         )
@@ -179,12 +179,12 @@ class TestLinear:
 
         weight = torch.zeros(8, 64, dtype=torch.float16)
         x = torch.zeros(linear_triton.MAX_ROWS, 64, dtype=torch.float16)
-        assert linear_triton.fits(x, weight)
-        assert not linear_triton.fits(torch.cat((x, x[:1])), weight)
-        assert not linear_triton.fits(x[:0], weight)
-        assert not linear_triton.fits(x.float(), weight.float())
-        assert not linear_triton.fits(x[:, :60], weight[:, :60])
-        assert not linear_triton.fits(x[:, :32], weight[:, :32])
+        assert linear_triton.can_multiply(x, weight)
+        assert not linear_triton.can_multiply(torch.cat((x, x[:1])), weight)
+        assert not linear_triton.can_multiply(x[:0], weight)
+        assert not linear_triton.can_multiply(x.float(), weight.float())
+        assert not linear_triton.can_multiply(x[:, :60], weight[:, :60])
+        assert not linear_triton.can_multiply(x[:, :32], weight[:, :32])
 
     @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
     @pytest.mark.parametrize("rows", [1, 2, 8, 16, 17])
@@ -201,8 +201,8 @@ class TestLinear:
     def test_which_many_rows_fit(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from pd.kernels import gate_up_triton
 
-        monkeypatch.setattr(gate_up_triton, "_programs", lambda device: 1)
-        fits = gate_up_triton.fits
+        monkeypatch.setattr(gate_up_triton, "_count_programs", lambda device: 1)
+        fits = gate_up_triton.can_multiply
         x, weight = (torch.zeros(n, 64, dtype=torch.float16) for n in (700, 256))
         assert fits(x, weight)
         assert not fits(x[:600], weight)
@@ -214,7 +214,7 @@ class TestLinear:
         # Where in memory they begin.
         assert not fits(x.view(-1)[1:-63].view(-1, 64), weight)
         assert not fits(x, weight.view(-1)[1:-1023].view(-1, 64))
-        monkeypatch.setattr(gate_up_triton, "_programs", lambda device: 0)
+        monkeypatch.setattr(gate_up_triton, "_count_programs", lambda device: 0)
         assert not fits(x, weight)
 
     @pytest.mark.skipif(
@@ -248,7 +248,7 @@ class TestLinear:
         torch.manual_seed(0)
         x = torch.randn(rows, inputs, device=DEVICE, dtype=torch.bfloat16)
         weight = torch.randn(2 * size, inputs, device=DEVICE, dtype=torch.bfloat16) * 0.02
-        assert gate_up_triton.fits(x, weight)
+        assert gate_up_triton.can_multiply(x, weight)
         gate, up = (x.double() @ weight.double().T).chunk(2, -1)
         expected = torch.nn.functional.silu(gate) * up
         out = gate_up_silu(x, weight)

@@ -51,7 +51,7 @@ compiled(triton_kernel.locate_tokens, tokens, sizes, block)
 drafts = int64("sampled guesses parents rows firsts counts forced stops")
 drafts |= int64("last counted tokens positions path")
 for width in (0, 4):
-    compiled(acceptance_triton._follow, drafts, {}, {"WIDTH": width, "PDL": False})
+    compiled(acceptance_triton._accept_draft, drafts, {}, {"WIDTH": width, "PDL": False})
 counted = {"counts": "*i32"} | int64("places tokens sampled_rows sampled")
 pairs = {"vocab": "i32", "num_pairs": "i32"}
 compiled(penalties_triton._count_tokens, counted, pairs, {"PAIRS": 128, "PDL": False})

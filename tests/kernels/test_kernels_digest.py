@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pd.kernels import digest
-from pd.kernels.digest import digest_bytes, token_digests
+from pd.kernels.digest import hash_tokens, sum_digests
 
 LAYERS, HEADS, DIM, SLOTS = 3, 4, 8, 64
 DEVICE = os.environ.get("PD_TEST_DEVICE", "cpu")
@@ -49,24 +49,24 @@ def test_it_is_what_the_definition_says(dtype: torch.dtype, dim: int) -> None:
                     place = (((position + offset) * 65536 + head) * 2 + kv) * 4096 + layer
                     total += mix(vector % 2**64 ^ mix(place))
         expected.append(total % 2**64)
-    found = token_digests(buffer, np.array(slots), position).view(np.uint64)
+    found = hash_tokens(buffer, np.array(slots), position).view(np.uint64)
     assert [int(value) for value in found] == expected
 
 
 def test_pieces_of_any_size_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     buffer, slots = pool(torch.float32), np.arange(SLOTS)
-    whole = token_digests(buffer, slots, 7)
+    whole = hash_tokens(buffer, slots, 7)
     for size in (1, 1000, 3000):
         monkeypatch.setitem(digest._PIECE_BYTES, buffer.device.type, size)
-        assert np.array_equal(token_digests(buffer, slots, 7), whole), size
+        assert np.array_equal(hash_tokens(buffer, slots, 7), whole), size
 
 
 def test_signs_flipped_in_pairs_change_it() -> None:
     """A plain weighted sum of words would not see two top bits."""
     buffer, slots = pool(torch.float32), np.arange(SLOTS)
-    before = digest_bytes(token_digests(buffer, slots, 0))
+    before = sum_digests(hash_tokens(buffer, slots, 0))
     buffer[1, 0, 3, 2, [1, 3]] *= -1
-    assert digest_bytes(token_digests(buffer, slots, 0)) != before
+    assert sum_digests(hash_tokens(buffer, slots, 0)) != before
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -74,39 +74,39 @@ def test_it_does_not_depend_on_where_the_tokens_lie(dtype: torch.dtype) -> None:
     source, target = pool(dtype), pool(dtype) * 0
     there, here = np.random.default_rng(0).permutation(SLOTS)[:20], np.arange(30, 50)
     target[:, :, here] = source[:, :, there]
-    assert np.array_equal(token_digests(source, there, 5), token_digests(target, here, 5))
+    assert np.array_equal(hash_tokens(source, there, 5), hash_tokens(target, here, 5))
 
 
 def test_ranges_and_shards_add_up() -> None:
     buffer, slots = pool(torch.float32), np.arange(40)
-    whole = token_digests(buffer, slots, 0)
-    parts = [token_digests(buffer, slots[:17], 0), token_digests(buffer, slots[17:], 17)]
+    whole = hash_tokens(buffer, slots, 0)
+    parts = [hash_tokens(buffer, slots[:17], 0), hash_tokens(buffer, slots[17:], 17)]
     assert np.array_equal(whole, np.concatenate(parts))
     shards = [
-        token_digests(buffer[..., :2, :].contiguous(), slots, 0),
-        token_digests(buffer[..., 2:, :].contiguous(), slots, 0, first_head=2),
+        hash_tokens(buffer[..., :2, :].contiguous(), slots, 0),
+        hash_tokens(buffer[..., 2:, :].contiguous(), slots, 0, first_head=2),
     ]
-    assert digest_bytes(shards[0] + shards[1]) == digest_bytes(whole)
+    assert sum_digests(shards[0] + shards[1]) == sum_digests(whole)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_any_flipped_bit_changes_it(dtype: torch.dtype) -> None:
     buffer, slots = pool(dtype), np.arange(SLOTS)
-    before = digest_bytes(token_digests(buffer, slots, 0))
+    before = sum_digests(hash_tokens(buffer, slots, 0))
     raw = buffer.view(torch.uint8).flatten()
     rng = np.random.default_rng(1)
     for position in rng.integers(0, len(raw), 100):
         bit = 1 << int(rng.integers(8))
         raw[position] ^= bit
-        assert digest_bytes(token_digests(buffer, slots, 0)) != before
+        assert sum_digests(hash_tokens(buffer, slots, 0)) != before
         raw[position] ^= bit
-    assert digest_bytes(token_digests(buffer, slots, 0)) == before
+    assert sum_digests(hash_tokens(buffer, slots, 0)) == before
 
 
 def test_swapped_tokens_layers_heads_or_kinds_change_it() -> None:
     buffer, slots = pool(torch.float32), np.arange(SLOTS)
-    before = digest_bytes(token_digests(buffer, slots, 0))
+    before = sum_digests(hash_tokens(buffer, slots, 0))
     for dimension in range(4):
         swapped = buffer.roll(1, dims=dimension)
-        assert digest_bytes(token_digests(swapped, slots, 0)) != before, dimension
-    assert digest_bytes(token_digests(buffer, slots, 1)) != before
+        assert sum_digests(hash_tokens(swapped, slots, 0)) != before, dimension
+    assert sum_digests(hash_tokens(buffer, slots, 1)) != before

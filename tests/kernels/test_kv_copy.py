@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from pd.kernels.kv_copy import copy_to_peer, gather, row_bytes, scatter
+from pd.kernels.kv_copy import copy_to_peer, count_row_bytes, gather_rows, scatter_rows
 
 SEED = int(os.environ.get("PD_TEST_SEED", "0"))
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -56,8 +56,8 @@ def test_gather_packs_layers_halves_tokens(
     pool = make_pool(shape)
     for tokens in (1, 7, 16, 29):
         slots = some_slots(rng, pool.shape[2], page_size, tokens)
-        out = torch.empty(1 * 2 * tokens * row_bytes(pool), dtype=torch.uint8)
-        gather(pool, slots, 1, 2, out)
+        out = torch.empty(1 * 2 * tokens * count_row_bytes(pool), dtype=torch.uint8)
+        gather_rows(pool, slots, 1, 2, out)
         assert torch.equal(
             out.view(pool.dtype).view(1, 2, tokens, *pool.shape[3:]), pool[1:2][:, :, slots]
         )
@@ -75,7 +75,7 @@ def test_scatter_writes_the_slots_and_nothing_else(
         data = make_pool(shape, tokens)
         expected = pool.clone()
         expected[:, :, slots.long()] = data
-        scatter(pool, slots, 0, layers, data)
+        scatter_rows(pool, slots, 0, layers, data)
         assert torch.equal(pool, expected)
 
 
@@ -96,8 +96,8 @@ def test_no_tokens_or_no_layers_are_nothing_to_do() -> None:
     pool = make_pool(SHAPES[1])
     before = pool.clone()
     none, some = torch.empty(0, dtype=torch.int32), torch.arange(4)
-    gather(pool, none, 0, 2, torch.empty(0, dtype=torch.uint8))
-    scatter(pool, some, 1, 1, torch.empty(0, dtype=torch.uint8))
+    gather_rows(pool, none, 0, 2, torch.empty(0, dtype=torch.uint8))
+    scatter_rows(pool, some, 1, 1, torch.empty(0, dtype=torch.uint8))
     copy_to_peer(pool, none, pool.data_ptr(), pool.shape[2], none, 0, 2)
     assert torch.equal(pool, before)
 
@@ -105,17 +105,17 @@ def test_no_tokens_or_no_layers_are_nothing_to_do() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     pool = make_pool(SHAPES[1])
     slots = torch.arange(4)
-    data = torch.empty(2 * 2 * 4 * row_bytes(pool), dtype=torch.uint8)
+    data = torch.empty(2 * 2 * 4 * count_row_bytes(pool), dtype=torch.uint8)
     with pytest.raises(ValueError, match="layers"):
-        gather(pool, slots, 1, 3, data)
+        gather_rows(pool, slots, 1, 3, data)
     with pytest.raises(ValueError, match="bytes"):
-        gather(pool, slots, 0, 2, data[1:])
+        gather_rows(pool, slots, 0, 2, data[1:])
     with pytest.raises(ValueError, match="slots are int32"):
-        gather(pool, slots.float(), 0, 2, data)
+        gather_rows(pool, slots.float(), 0, 2, data)
     with pytest.raises(ValueError, match="contiguous"):
-        gather(pool[:, :, ::2], slots, 0, 2, data)
+        gather_rows(pool[:, :, ::2], slots, 0, 2, data)
     with pytest.raises(IndexError, match="are not of 80"):
-        scatter(pool, slots + 77, 0, 2, data)
+        scatter_rows(pool, slots + 77, 0, 2, data)
     with pytest.raises(IndexError, match="are not of 40"):
         copy_to_peer(pool, slots, pool.data_ptr(), 40, slots + 37, 0, 1)
     with pytest.raises(ValueError, match="cannot be copied"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from kernels.test_kv_copy import SHAPES, make_pool, some_slots
 
-from pd.kernels.kv_copy import gather_parts, row_bytes, scatter_parts
+from pd.kernels.kv_copy import count_row_bytes, gather_parts, scatter_parts
 
 SEED = int(os.environ.get("PD_TEST_SEED", "0"))
 ON_GPU = torch.cuda.is_available()
@@ -56,7 +56,7 @@ def test_what_does_not_fit_is_refused() -> None:
     pools = [make_pool(SHAPES[1]) for _ in range(2)]
     parts = [pool.data_ptr() for pool in pools]
     slots = torch.arange(4, dtype=torch.int32)
-    one_rank = torch.empty(2 * 2 * 4 * row_bytes(pools[0]), dtype=torch.uint8)
+    one_rank = torch.empty(2 * 2 * 4 * count_row_bytes(pools[0]), dtype=torch.uint8)
     with pytest.raises(ValueError, match="bytes"):
         gather_parts(pools[0], parts, slots, 0, 2, one_rank)
     with pytest.raises(IndexError, match="are not of 80"):

@@ -10,7 +10,13 @@ import pytest
 import torch
 from kernels.test_kv_copy import SHAPES, make_pool, some_slots
 
-from pd.kernels.kv_copy import copy_to_peer, gather, gather_parts, row_bytes, scatter
+from pd.kernels.kv_copy import (
+    copy_to_peer,
+    count_row_bytes,
+    gather_parts,
+    gather_rows,
+    scatter_rows,
+)
 
 ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
@@ -22,7 +28,7 @@ from pd.kernels.kv_copy_triton import (  # noqa: E402
     LaunchShape,
     Side,
     copy_rows,
-    part_of_rows,
+    select_part,
 )
 
 SEED = int(os.environ.get("PD_TEST_SEED", "0"))
@@ -58,7 +64,7 @@ def kernel_runs() -> None:
 def run_gather(
     pool: torch.Tensor, slots: torch.Tensor, first: int, stop: int, shape: LaunchShape
 ) -> torch.Tensor:
-    row, count = row_bytes(pool), 2 * (stop - first)
+    row, count = count_row_bytes(pool), 2 * (stop - first)
     out = torch.zeros(count * len(slots) * row, dtype=torch.uint8, device=pool.device)
     source = Side(pool.data_ptr(), 2 * first, pool.shape[2], slots)
     target = Side(out.data_ptr(), 0, len(slots))
@@ -86,16 +92,16 @@ def test_gather_and_scatter_are_those_of_the_reference(
     pool = make_pool(shape)
     for tokens, kind in ((1, torch.int32), (13, torch.int64), (29, torch.int32)):
         slots = some_slots(rng, pool.shape[2], 4, tokens).to(kind)
-        expected = torch.zeros(2 * tokens * row_bytes(pool), dtype=torch.uint8)
-        gather(pool, slots, 1, 2, expected)
+        expected = torch.zeros(2 * tokens * count_row_bytes(pool), dtype=torch.uint8)
+        gather_rows(pool, slots, 1, 2, expected)
         there, where = pool.to(DEVICE), slots.to(DEVICE)
         assert torch.equal(run_gather(there, where, 1, 2, launch), expected)
         data = expected.flip(0).clone()
-        scatter(pool, slots, 1, 2, data)
+        scatter_rows(pool, slots, 1, 2, data)
         packed = data.to(DEVICE)
         source = Side(packed.data_ptr(), 0, tokens)
         target = Side(there.data_ptr(), 2, pool.shape[2], where)
-        copy_rows(source, target, tokens, 2, row_bytes(pool), there.device, launch)
+        copy_rows(source, target, tokens, 2, count_row_bytes(pool), there.device, launch)
         assert torch.equal(there.cpu(), pool)
 
 
@@ -111,7 +117,7 @@ def test_copies_to_another_pool_are_those_of_the_reference(
     own_slots, peer_slots = slots.to(DEVICE), theirs.to(DEVICE)
     source = Side(there.data_ptr(), 2, pool.shape[2], own_slots)
     target = Side(there_peer.data_ptr(), 2, 112, peer_slots)
-    copy_rows(source, target, 30, count, row_bytes(pool), there.device, launch)
+    copy_rows(source, target, 30, count, count_row_bytes(pool), there.device, launch)
     copy_to_peer(pool, slots, peer.data_ptr(), 112, theirs, 1, pool.shape[0])
     assert torch.equal(there_peer.cpu(), peer)
 
@@ -119,12 +125,12 @@ def test_copies_to_another_pool_are_those_of_the_reference(
 def test_memory_that_is_not_aligned_is_copied_all_the_same(rng: random.Random) -> None:
     pool = make_pool(SHAPES[1])
     slots = some_slots(rng, pool.shape[2], 4, 9)
-    expected = torch.zeros(4 * 9 * row_bytes(pool), dtype=torch.uint8)
-    gather(pool, slots, 0, 2, expected)
+    expected = torch.zeros(4 * 9 * count_row_bytes(pool), dtype=torch.uint8)
+    gather_rows(pool, slots, 0, 2, expected)
     there, where = pool.to(DEVICE), slots.to(DEVICE)
     out = torch.zeros(len(expected) + 4, dtype=torch.uint8, device=DEVICE)[4:]
     source = Side(there.data_ptr(), 0, pool.shape[2], where)
-    copy_rows(source, Side(out.data_ptr(), 0, 9), 9, 4, row_bytes(pool), there.device)
+    copy_rows(source, Side(out.data_ptr(), 0, 9), 9, 4, count_row_bytes(pool), there.device)
     assert torch.equal(out.cpu(), expected)
 
 
@@ -148,13 +154,13 @@ def test_rows_are_stored_into_another_gpu(rng: random.Random) -> None:
 def test_parts_of_rows_are_those_of_the_reference(shape: tuple, rng: random.Random) -> None:
     pools = [make_pool(shape) for _ in range(2)]
     slots = some_slots(rng, shape[1], 4, 29)
-    width, count = row_bytes(pools[0]), 2 * shape[0]
+    width, count = count_row_bytes(pools[0]), 2 * shape[0]
     expected = torch.zeros(count * 29 * 2 * width, dtype=torch.uint8)
     gather_parts(pools[0], [p.data_ptr() for p in pools], slots, 0, shape[0], expected)
     there, where = [pool.to(DEVICE) for pool in pools], slots.to(DEVICE)
     out = torch.zeros_like(expected, device=DEVICE)
     for index, pool in enumerate(there):
         source = Side(pool.data_ptr(), 0, pool.shape[2], where)
-        target = part_of_rows(out, where, index, 2)
+        target = select_part(out, where, index, 2)
         copy_rows(source, target, 29, count, width, pool.device)
     assert torch.equal(out.cpu(), expected)

@@ -15,7 +15,7 @@ from triton_device import (
     skip_unless_interpreter_works,
 )
 
-from pd.kernels.moe import moe_mlp, route
+from pd.kernels.moe import moe_mlp, route_tokens
 
 pytestmark = pytest.mark.usefixtures("_works")
 DTYPE = pytest.mark.parametrize(("dtype", "error"), DTYPES)
@@ -32,7 +32,7 @@ def experts(
     """x, weights, ids, gate_up and down."""
     random = seeded()
     x = normal(random, tokens, hidden).to(dtype)
-    weights, ids = route(normal(random, tokens, count).to(dtype), top_k, True)
+    weights, ids = route_tokens(normal(random, tokens, count).to(dtype), top_k, True)
     gate_up = normal(random, count, 2 * size, hidden, scale=hidden**-0.5).to(dtype)
     down = normal(random, count, hidden, size, scale=size**-0.5).to(dtype)
     return x, weights, ids, gate_up, down
@@ -50,9 +50,9 @@ class TestReference:
 
     def test_normalized_weights_are_a_softmax_over_the_chosen(self) -> None:
         logits = normal(seeded(), 6, 10)
-        weights, ids = route(logits, 4, True)
+        weights, ids = route_tokens(logits, 4, True)
         assert_near(weights, torch.softmax(logits.gather(1, ids), -1), 1e-6)
-        weights, ids = route(logits, 4, False)
+        weights, ids = route_tokens(logits, 4, False)
         assert_near(weights, torch.softmax(logits, -1).gather(1, ids), 1e-6)
 
 
@@ -68,8 +68,8 @@ def test_routing(
 
     # No two logits of a token are equal, in any dtype.
     logits = torch.rand(tokens, count, generator=seeded()).argsort(-1).to(dtype) / 8
-    expected_weights, expected_ids = route(logits, top_k, normalize)
-    weights, ids = moe_triton.route(logits.to(DEVICE), top_k, normalize)
+    expected_weights, expected_ids = route_tokens(logits, top_k, normalize)
+    weights, ids = moe_triton.route_tokens(logits.to(DEVICE), top_k, normalize)
     assert torch.equal(ids.cpu(), expected_ids)
     assert weights.dtype == dtype
     assert_near(weights, expected_weights, error)
@@ -128,7 +128,7 @@ def test_sizes_of_qwen3_30b_on_a_gpu_in_a_graph(tokens: int) -> None:
     down, logits = draw(128, 2048, 768, scale=0.03), draw(tokens, 128, scale=1.0)
 
     def run() -> torch.Tensor:
-        return moe_mlp(x, *route(logits, 8, True), gate_up, down)
+        return moe_mlp(x, *route_tokens(logits, 8, True), gate_up, down)
 
     first = run()
     graph = torch.cuda.CUDAGraph()
@@ -136,7 +136,7 @@ def test_sizes_of_qwen3_30b_on_a_gpu_in_a_graph(tokens: int) -> None:
         out = run()
     graph.replay()
     assert torch.equal(out, first)
-    weights, ids = (each.cpu() for each in route(logits, 8, True))
+    weights, ids = (each.cpu() for each in route_tokens(logits, 8, True))
     chosen = slice(0, tokens, max(1, tokens // 16))
     expected = moe_mlp(
         x[chosen].float().cpu(),

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pd.core.sampling_params import SEED_LIMIT
-from pd.kernels.sampling import filter_threshold, gumbel_noise, noise_keys, random_bits
+from pd.kernels.sampling import find_threshold, make_gumbel_noise, make_random_bits, mix_noise_keys
 
 torch.set_num_threads(1)
 MASK = 0xFFFFFFFF
@@ -25,26 +25,26 @@ def lowbias32(x: int) -> int:
 
 
 def keys(*pairs: tuple[int, int]) -> torch.Tensor:
-    return noise_keys(torch.tensor(pairs))
+    return mix_noise_keys(torch.tensor(pairs))
 
 
 class TestNoise:
     def test_is_the_documented_hash_on_unsigned_integers(self) -> None:
         (first, second), *_ = keys((2**62 + 12345, 678)).tolist()
-        bits = random_bits(keys((2**62 + 12345, 678)), 1000)[0].tolist()
+        bits = make_random_bits(keys((2**62 + 12345, 678)), 1000)[0].tolist()
         for token in (0, 1, 2, 500, 999):
             x = lowbias32((token * 0x9E3779B9 & MASK) ^ (first & MASK))
             assert bits[token] & MASK == lowbias32(x ^ (second & MASK))
 
     def test_never_changes(self) -> None:
         """Two versions of pd must draw the same tokens from one seed."""
-        assert random_bits(keys((0, 0), (7, 100)), 3).tolist() == PINNED
+        assert make_random_bits(keys((0, 0), (7, 100)), 3).tolist() == PINNED
 
     def test_rows_do_not_depend_on_each_other(self) -> None:
         pairs = [(seed, position) for seed in range(3) for position in range(3)]
-        together = gumbel_noise(keys(*pairs), 500)
+        together = make_gumbel_noise(keys(*pairs), 500)
         for row, pair in enumerate(pairs):
-            assert torch.equal(gumbel_noise(keys(pair), 500)[0], together[row])
+            assert torch.equal(make_gumbel_noise(keys(pair), 500)[0], together[row])
 
     def test_seeds_and_positions_differ(self) -> None:
         pairs = [(seed, position) for seed in range(30) for position in range(30)]
@@ -63,7 +63,7 @@ class TestNoise:
 
     def test_is_gumbel_distributed(self) -> None:
         """Moments, and the distribution function on 20 bins of equal probability."""
-        noise = gumbel_noise(keys(*((5, position) for position in range(50))), 20000)
+        noise = make_gumbel_noise(keys(*((5, position) for position in range(50))), 20000)
         assert torch.isfinite(noise).all()
         values = noise.double().flatten()
         assert abs(float(values.mean()) - 0.5772157) < 3e-3
@@ -73,7 +73,7 @@ class TestNoise:
 
     def test_neighbours_are_independent(self) -> None:
         """Adjacent tokens, positions and seeds, by the correlation of 400,000 pairs."""
-        noise = gumbel_noise(keys(*((s, p) for s in range(4) for p in range(5))), 20000)
+        noise = make_gumbel_noise(keys(*((s, p) for s in range(4) for p in range(5))), 20000)
         noise = noise.view(4, 5, -1)
         for a, b in (
             (noise[..., 1:], noise[..., :-1]),
@@ -106,7 +106,7 @@ class TestThreshold:
         random = np.random.default_rng(seed)
         logits = (random.standard_normal(size) * spread).astype(np.float32)
         k = min(top_k or size, size)
-        found = filter_threshold(
+        found = find_threshold(
             torch.from_numpy(logits)[None], torch.tensor([k]), torch.tensor([top_p])
         )
         kept = logits >= found.numpy()[0]
@@ -125,9 +125,9 @@ class TestThreshold:
         logits = torch.randn(12, 9000, generator=generator) * torch.linspace(0.1, 5, 12)[:, None]
         top_k = torch.tensor([9000, 3, 2000, 9000] * 3)
         top_p = torch.tensor([0.9, 1.0, 0.95, 0.9999] * 3)
-        together = filter_threshold(logits, top_k, top_p)
+        together = find_threshold(logits, top_k, top_p)
         for i in range(12):
-            alone = filter_threshold(logits[i : i + 1], top_k[i : i + 1], top_p[i : i + 1])
+            alone = find_threshold(logits[i : i + 1], top_k[i : i + 1], top_p[i : i + 1])
             assert torch.equal(alone[0], together[i])
 
 

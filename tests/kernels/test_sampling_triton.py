@@ -16,7 +16,7 @@ from triton_device import (
 )
 
 from pd.core.sampling_params import SEED_LIMIT
-from pd.kernels.sampling import filter_threshold, sample_rows
+from pd.kernels.sampling import find_threshold, sample_rows
 
 # Between the seeds of two rows.
 _FAR = 0x1234567890ABCDEF
@@ -130,16 +130,16 @@ def test_thresholds_keep_what_the_reference_keeps(
     seed: int,
     candidates: int,
 ) -> None:
-    from pd.kernels.sampling_filters_triton import row_thresholds
+    from pd.kernels.sampling_filters_triton import find_row_thresholds
 
     logits = torch.randn(1, size, generator=torch.Generator().manual_seed(seed)) * spread + shift
     k, p = torch.tensor([min(top_k or size, size)]), torch.tensor([top_p])
     arguments = (each.to(DEVICE) for each in (logits, torch.ones(1), k, p, torch.zeros(1)))
-    found = row_thresholds(*arguments, 1e-5, chunk=1024, max_candidates=candidates)
+    found = find_row_thresholds(*arguments, 1e-5, chunk=1024, max_candidates=candidates)
     kept = logits[0] >= found.cpu()
     # Where rounding decides whether a token is in, either is right.
     for slack in (0.0, -1e-5, 1e-5):
-        expected = filter_threshold(logits, k, p + slack if top_p < 1 else p)
+        expected = find_threshold(logits, k, p + slack if top_p < 1 else p)
         if torch.equal(kept, logits[0] >= expected[0]):
             return
     pytest.fail(f"kept {int(kept.sum())} of {size}")

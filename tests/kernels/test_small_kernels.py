@@ -13,7 +13,7 @@ from torch.nn import functional
 from pd.kernels.activation import silu_and_mul
 from pd.kernels.linear import linear, pack_weight
 from pd.kernels.norm import rms_norm
-from pd.kernels.rope import apply_rope, inverse_frequencies, rotations
+from pd.kernels.rope import apply_rope, compute_rotations, inverse_frequencies
 
 torch.set_num_threads(1)
 DTYPES = pytest.mark.parametrize(
@@ -52,7 +52,7 @@ class TestRope:
         positions = torch.tensor([0, 1, 7, 1999])
         frequencies = inverse_frequencies(8, 10000.0)
         x = normal(4, 3, 8).to(dtype)
-        out = apply_rope(x, rotations(positions, frequencies))
+        out = apply_rope(x, compute_rotations(positions, frequencies))
         assert out.dtype == dtype
         pairs = torch.complex(x[..., :4].double(), x[..., 4:].double())
         angles = positions[:, None, None] * frequencies.double()
@@ -61,7 +61,7 @@ class TestRope:
 
     def test_takes_heads_that_are_a_part_of_a_wider_tensor(self) -> None:
         wide = normal(2, 5, 8)
-        cos_sin = rotations(torch.tensor([3, 4]), inverse_frequencies(8, 10000.0))
+        cos_sin = compute_rotations(torch.tensor([3, 4]), inverse_frequencies(8, 10000.0))
         assert torch.equal(
             apply_rope(wide[:, 1:3], cos_sin), apply_rope(wide[:, 1:3].contiguous(), cos_sin)
         )

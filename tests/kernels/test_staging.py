@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from pd.kernels.staging import ALIGNMENT, GraphMemory, PinnedStaging, packed_bytes
+from pd.kernels.staging import ALIGNMENT, GraphMemory, PinnedStaging, count_packed_bytes
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 
@@ -26,7 +26,7 @@ def assert_same(views: list[torch.Tensor], arrays: list[np.ndarray]) -> None:
 def test_views_have_the_arrays_shapes_and_dtypes() -> None:
     staging = PinnedStaging(DEVICE)
     arrays = some_arrays(0)
-    views = staging.upload(arrays)
+    views = staging.upload_arrays(arrays)
     assert_same(views, arrays)
     assert all(view.data_ptr() % ALIGNMENT == 0 for view in views if view.numel())
     assert views[0].device == DEVICE
@@ -34,10 +34,10 @@ def test_views_have_the_arrays_shapes_and_dtypes() -> None:
 
 def test_given_memory_means_fixed_addresses() -> None:
     staging, memory = PinnedStaging(DEVICE), GraphMemory(DEVICE)
-    out = memory(packed_bytes(some_arrays(0)))
-    first = [view.data_ptr() for view in staging.upload(some_arrays(0), out)]
+    out = memory(count_packed_bytes(some_arrays(0)))
+    first = [view.data_ptr() for view in staging.upload_arrays(some_arrays(0), out)]
     arrays = some_arrays(1)
-    views = staging.upload(arrays, out)
+    views = staging.upload_arrays(arrays, out)
     assert [view.data_ptr() for view in views] == first
     assert_same(views, arrays)
 
@@ -49,12 +49,12 @@ def test_reserved_memory_is_sent_as_it_was_written() -> None:
     for turn in range(6):
         arrays = some_arrays(turn)
         if turn % 3 == 0:
-            sent.append((staging.upload(arrays), arrays))
+            sent.append((staging.upload_arrays(arrays), arrays))
             continue
-        places = staging.reserve([(array.shape, array.dtype) for array in arrays])
+        places = staging.reserve_arrays([(array.shape, array.dtype) for array in arrays])
         for place, array in zip(places, arrays, strict=True):
             place[...] = array
-        sent.append((staging.send(places), arrays))
+        sent.append((staging.send_arrays(places), arrays))
     for views, arrays in sent:
         assert_same(views, arrays)
 
@@ -65,7 +65,7 @@ def test_later_uploads_leave_earlier_ones_alone() -> None:
     if DEVICE.type == "cuda":
         torch.cuda._sleep(10_000_000)
     batches = [some_arrays(i, (10**i, 2, 3, 1)) for i in range(6)]
-    uploaded = [staging.upload(arrays) for arrays in batches]
+    uploaded = [staging.upload_arrays(arrays) for arrays in batches]
     for views, arrays in zip(uploaded, batches, strict=True):
         assert_same(views, arrays)
 

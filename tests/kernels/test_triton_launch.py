@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton_device import DEVICE, ON_GPU, SEED
 
-from pd.kernels.triton_launch import launch
+from pd.kernels.triton_launch import launch_kernel
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def test_every_launch_has_its_own_arguments() -> None:
         settings = {"BLOCK": block, "TWICE": twice, "num_warps": rng.choice([1, 2])}
         for _ in range(2):  # the first compiles, if there was none like it
             there[:count] = -1
-            launch(_shift, grid, x.device, x, there, count, step, 0.5, **settings)
+            launch_kernel(_shift, grid, x.device, x, there, count, step, 0.5, **settings)
         expected = x[: count * step : step].float() * (1.0 if twice else 0.5)
         assert torch.equal(there[:count].float(), expected), (count, step, first, settings)
         assert bool((there[count:] == -1).all())
@@ -51,5 +51,5 @@ def test_other_devices_than_the_current_one() -> None:
     for index in (1, 0, 1, 0):
         x = torch.arange(16.0, device=f"cuda:{index}")
         out = torch.empty_like(x)
-        launch(_shift, (1,), x.device, x, out, 16, 1, 1.0, BLOCK=16, TWICE=False)
+        launch_kernel(_shift, (1,), x.device, x, out, 16, 1, 1.0, BLOCK=16, TWICE=False)
         assert torch.equal(out, x)

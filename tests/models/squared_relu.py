@@ -40,6 +40,6 @@ class SquaredReluMLP(MLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down.forward(functional.relu(self.up.forward(x)).square_())
 
-    def checkpoint_tensors(self) -> NamedPlaces:
-        yield from self.up.checkpoint_tensors()
-        yield from self.down.checkpoint_tensors()
+    def list_tensors(self) -> NamedPlaces:
+        yield from self.up.list_tensors()
+        yield from self.down.list_tensors()

@@ -17,9 +17,9 @@ from pd.core.errors import UsageError
 from pd.core.node_info import KVLayout
 from pd.engine.kv_pool import KVPool
 from pd.kernels.attention import AttentionBatch, make_attention_backend
-from pd.kernels.drafting import States
-from pd.kernels.paging import token_slots
-from pd.models.config import ModelConfig
+from pd.kernels.draft_tensors import States
+from pd.kernels.paging import find_token_slots
+from pd.models.config_reader import read_model_config
 from pd.models.eagle import EagleHead, load_eagle_head
 from pd.models.eagle_config import EagleConfig
 from pd.models.loader import load_model
@@ -72,7 +72,7 @@ def target(target_path: Path) -> CausalLM:
 
 
 def load_target(path: Path) -> CausalLM:
-    config = ModelConfig.from_pretrained(path)
+    config = read_model_config(path)
     return load_model(path, config, dtype=torch.float32, device="cpu", progress=False)
 
 
@@ -228,10 +228,15 @@ class Paged:
 
     def write_kv(self, tokens: torch.Tensor, fused: torch.Tensor, start: int) -> None:
         positions = np.arange(start, start + len(tokens))
-        slots = torch.from_numpy(token_slots(self.pages, positions, PAGE)).long()
+        slots = torch.from_numpy(find_token_slots(self.pages, positions, PAGE)).long()
         place = torch.from_numpy(positions)
         self.head.write_kv(
-            tokens, States.of(fused), place, self.pool.key(0), self.pool.value(0), slots
+            tokens,
+            States.from_rows(fused),
+            place,
+            self.pool.get_keys(0),
+            self.pool.get_values(0),
+            slots,
         )
 
 
@@ -241,7 +246,7 @@ def check(head: EagleHead, reference: Reference, count: int = 14) -> None:
     torch.manual_seed(0)
     tokens = torch.randint(VOCAB, (count,))
     features = torch.randn(count, head.config.feature_size)
-    fused = head.fuse(features)
+    fused = head.fuse_features(features)
     torch.testing.assert_close(fused, reference.fuse(features))
     kept = fused.clone()
     positions = torch.arange(count)
@@ -426,7 +431,7 @@ class TestDivided:
         rank, size = 0, 2
 
     def divided(self, path: Path, **settings: Any) -> CausalLM:
-        config = ModelConfig.from_pretrained(path)
+        config = read_model_config(path)
         settings = {"dtype": torch.float32, "device": "cpu", "progress": False, **settings}
         return load_model(path, config, tp=self.FirstOfTwo(), **settings)
 
@@ -441,7 +446,7 @@ class TestDivided:
         path = write(tmp_path, EAGLE1, {})
         whole = load_model(
             target_path,
-            ModelConfig.from_pretrained(target_path),
+            read_model_config(target_path),
             dtype=torch.bfloat16,
             device="cpu",
             load_format="dummy",
@@ -476,7 +481,7 @@ class TestDummy:
         assert not torch.equal(first, third)
 
     def test_the_shape_for_benchmarks_belongs_to_its_model(self) -> None:
-        target = ModelConfig.from_pretrained(model_directory("llama-3.1-8b"))
+        target = read_model_config(model_directory("llama-3.1-8b"))
         config = EagleConfig.from_pretrained(model_directory("llama-3.1-8b-eagle3"), target)
         assert config.aux_layers == (2, 16, 29)
         assert (config.draft_vocab_size, config.layer.rope) == (32000, target.rope)
@@ -564,7 +569,7 @@ class TestFeatures:
         torch.testing.assert_close(features, together, rtol=1e-4, atol=1e-4)
         logits = out.logits[0] if rows is None else out.logits[0][rows]
         if len(logits):
-            torch.testing.assert_close(target.logits(hidden), logits, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(target.compute_logits(hidden), logits, rtol=1e-4, atol=1e-4)
         assert len(hidden) == len(logits)
 
     def test_before_the_norm(self, target: CausalLM) -> None:

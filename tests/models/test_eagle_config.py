@@ -271,22 +271,22 @@ class TestFingerprint:
 
     def test_depends_on_what_determines_kv(self, path: Path) -> None:
         config = read(SGLANG_EAGLE3)
-        first = config.fingerprint(path)
+        first = config.compute_fingerprint(path)
         same = read({**SGLANG_EAGLE3, "eos_token_id": 7, "max_position_embeddings": 4096})
-        assert same.fingerprint(path) == first
+        assert same.compute_fingerprint(path) == first
         for changed in (
             {"eagle_aux_hidden_state_layer_ids": [2, 16, 30]},
             {"rope_theta": 7.0},
             {"norm_before_residual": True},
         ):
-            assert read({**SGLANG_EAGLE3, **changed}).fingerprint(path) != first
+            assert read({**SGLANG_EAGLE3, **changed}).compute_fingerprint(path) != first
         (path / "model.safetensors").write_bytes(bytes(8) + b"Weights")
-        assert config.fingerprint(path) != first
+        assert config.compute_fingerprint(path) != first
 
     def test_dummies_depend_on_the_seed(self, path: Path) -> None:
         config = read(SGLANG_EAGLE3)
-        found = {config.fingerprint(path, "dummy", seed) for seed in (0, 1)}
-        assert len(found | {config.fingerprint(path)}) == 3
+        found = {config.compute_fingerprint(path, "dummy", seed) for seed in (0, 1)}
+        assert len(found | {config.compute_fingerprint(path)}) == 3
 
 
 def test_reading_a_configuration_does_not_import_torch() -> None:

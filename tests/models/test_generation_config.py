@@ -9,7 +9,7 @@ import pytest
 
 from pd.core.errors import UsageError
 from pd.core.sampling_params import SamplingDefaults
-from pd.models.generation_config import sampling_defaults
+from pd.models.generation_config import read_sampling_defaults
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,10 +33,10 @@ def write(directory: Path, content: object) -> Path:
 
 
 def test_auto_takes_what_counts_and_none_nothing(tmp_path: Path) -> None:
-    assert sampling_defaults(tmp_path, "auto") == SamplingDefaults()
+    assert read_sampling_defaults(tmp_path, "auto") == SamplingDefaults()
     write(tmp_path, QWEN3 | {"min_p": None, "repetition_penalty": 1})
-    assert sampling_defaults(tmp_path, "none") == SamplingDefaults()
-    found = sampling_defaults(tmp_path, "auto")
+    assert read_sampling_defaults(tmp_path, "none") == SamplingDefaults()
+    found = read_sampling_defaults(tmp_path, "auto")
     assert found == SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95)
     assert str(found) == "temperature 0.6, top_p 0.95, top_k 20"
     assert str(SamplingDefaults()) == "none"
@@ -44,7 +44,7 @@ def test_auto_takes_what_counts_and_none_nothing(tmp_path: Path) -> None:
 
 def test_a_model_that_does_not_sample_still_recommends_its_temperature(tmp_path: Path) -> None:
     write(tmp_path, {"do_sample": False, "temperature": 0.9, "top_k": -1})
-    assert sampling_defaults(tmp_path, "auto") == SamplingDefaults(temperature=0.9)
+    assert read_sampling_defaults(tmp_path, "auto") == SamplingDefaults(temperature=0.9)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_a_value_that_cannot_be_names_the_file_and_the_way_out(
 ) -> None:
     write(tmp_path, content)
     with pytest.raises(UsageError, match=r"generation_config\.json") as raised:
-        sampling_defaults(tmp_path, "auto")
+        read_sampling_defaults(tmp_path, "auto")
     assert complaint in raised.value.message
     assert content == [] or "--generation-config none" in raised.value.message
-    assert sampling_defaults(tmp_path, "none") == SamplingDefaults()
+    assert read_sampling_defaults(tmp_path, "none") == SamplingDefaults()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,9 @@ from checkpoints import ARCHITECTURES
 from pd.core.config import NodeConfig
 from pd.core.errors import SetupError, UnsupportedModelError, UsageError
 from pd.engine.engine import Engine
-from pd.models.config import ModelConfig, RopeConfig, find_checkpoint
+from pd.models.checkpoint import find_checkpoint
+from pd.models.config import RopeConfig
+from pd.models.config_reader import parse_model_config, read_model_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,7 +96,7 @@ def small(model_type: str, **settings: Any) -> dict[str, Any]:
 
 class TestSpellings:
     def test_version_4_of_llama(self) -> None:
-        config = ModelConfig.from_dict(LLAMA_V4)
+        config = parse_model_config(LLAMA_V4)
         assert config.rope == RopeConfig(500000.0, "llama3", 8.0, 1.0, 4.0, 8192)
         assert config.dtype == "bfloat16"
         assert (config.head_dim, config.num_kv_heads) == (128, 8)
@@ -106,10 +107,10 @@ class TestSpellings:
         theta, scaling = version_5.pop("rope_theta"), version_5.pop("rope_scaling")
         version_5["rope_parameters"] = {"rope_theta": theta, **scaling}
         version_5["dtype"] = version_5.pop("torch_dtype")
-        assert ModelConfig.from_dict(version_5) == ModelConfig.from_dict(LLAMA_V4)
+        assert parse_model_config(version_5) == parse_model_config(LLAMA_V4)
 
     def test_version_4_of_qwen3_moe(self) -> None:
-        config = ModelConfig.from_dict(QWEN3_MOE_V4)
+        config = parse_model_config(QWEN3_MOE_V4)
         assert (config.num_experts, config.num_experts_per_tok) == (128, 8)
         assert config.intermediate_size == 768
         assert config.qk_norm and config.norm_topk_prob
@@ -117,17 +118,17 @@ class TestSpellings:
     def test_version_5_renames_the_number_of_experts(self) -> None:
         version_5 = {**QWEN3_MOE_V4, "num_local_experts": 128}
         del version_5["num_experts"]
-        assert ModelConfig.from_dict(version_5) == ModelConfig.from_dict(QWEN3_MOE_V4)
+        assert parse_model_config(version_5) == parse_model_config(QWEN3_MOE_V4)
 
     def test_old_name_of_the_rope_type(self) -> None:
         raw = small("llama", rope_scaling={"type": "linear", "factor": 2.0})
-        assert ModelConfig.from_dict(raw).rope == RopeConfig(10000.0, "linear", 2.0)
+        assert parse_model_config(raw).rope == RopeConfig(10000.0, "linear", 2.0)
 
     @pytest.mark.parametrize("architecture", ARCHITECTURES)
     def test_what_transformers_writes_is_read(
         self, checkpoint: Checkpoint, architecture: str
     ) -> None:
-        config = ModelConfig.from_pretrained(checkpoint(architecture))
+        config = read_model_config(checkpoint(architecture))
         assert (config.num_layers, config.vocab_size) == (3, 320)
         assert config.dtype == "float32"
 
@@ -137,26 +138,26 @@ class TestSpellings:
     def test_absent_keys_take_transformers_defaults(
         self, model_type: str, theta: float, eps: float
     ) -> None:
-        config = ModelConfig.from_dict(small(model_type))
+        config = parse_model_config(small(model_type))
         assert (config.rope.theta, config.rms_norm_eps) == (theta, eps)
         assert config.head_dim == 16
         assert not config.tie_word_embeddings
 
     def test_null_kv_heads_means_as_many_as_heads(self) -> None:
-        assert ModelConfig.from_dict(small("llama", num_key_value_heads=None)).num_kv_heads == 4
+        assert parse_model_config(small("llama", num_key_value_heads=None)).num_kv_heads == 4
 
     def test_biases_follow_the_architecture(self) -> None:
-        qwen2 = ModelConfig.from_dict(small("qwen2"))
+        qwen2 = parse_model_config(small("qwen2"))
         assert qwen2.attention_bias and not qwen2.output_bias
-        llama = ModelConfig.from_dict(small("llama", attention_bias=True, mlp_bias=True))
+        llama = parse_model_config(small("llama", attention_bias=True, mlp_bias=True))
         assert llama.attention_bias and llama.output_bias and llama.mlp_bias
-        mistral = ModelConfig.from_dict(small("mistral", attention_bias=True))
+        mistral = parse_model_config(small("mistral", attention_bias=True))
         assert not mistral.attention_bias
 
     def test_end_of_sequence_ids_of_both_files_are_united(self) -> None:
-        config = ModelConfig.from_dict(small("llama", eos_token_id=2), {"eos_token_id": [7, 2, 5]})
+        config = parse_model_config(small("llama", eos_token_id=2), {"eos_token_id": [7, 2, 5]})
         assert config.eos_token_ids == (2, 5, 7)
-        config = ModelConfig.from_dict(small("llama", eos_token_id=None))
+        config = parse_model_config(small("llama", eos_token_id=None))
         assert config.eos_token_ids == ()
 
     @pytest.mark.parametrize(
@@ -167,13 +168,13 @@ class TestSpellings:
     ) -> None:
         raw = small(kind)
         raw.pop("eos_token_id", None)
-        assert ModelConfig.from_dict(raw).eos_token_ids == assumed
-        assert ModelConfig.from_dict(raw, {"eos_token_id": 7}).eos_token_ids == (7,)
+        assert parse_model_config(raw).eos_token_ids == assumed
+        assert parse_model_config(raw, {"eos_token_id": 7}).eos_token_ids == (7,)
 
     def test_the_original_context_of_the_file_goes_before_that_of_the_rope_setting(self) -> None:
         rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
         rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 4096}
-        config = ModelConfig.from_dict(
+        config = parse_model_config(
             small("llama", rope_scaling=rope, original_max_position_embeddings=8192)
         )
         assert config.rope.original_context == 8192
@@ -181,7 +182,7 @@ class TestSpellings:
     def test_two_rope_settings_that_say_the_same_are_one(self) -> None:
         linear = {"type": "linear", "factor": 4.0}
         both = {"rope_scaling": linear, "rope_parameters": {"rope_type": "linear", "factor": 4.0}}
-        assert ModelConfig.from_dict(small("llama", **both)).rope.factor == 4.0
+        assert parse_model_config(small("llama", **both)).rope.factor == 4.0
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
@@ -232,7 +233,7 @@ class TestRefusals:
         self, model_type: str, settings: dict[str, Any], named: str
     ) -> None:
         with pytest.raises(UnsupportedModelError) as error:
-            ModelConfig.from_dict(small(model_type, **settings))
+            parse_model_config(small(model_type, **settings))
         assert named in error.value.message
         assert "\n" not in error.value.message
         assert error.value.exit_status == 2
@@ -241,7 +242,7 @@ class TestRefusals:
         raw = small("mistral", max_position_embeddings=32768)
         del raw["sliding_window"]
         with pytest.raises(UnsupportedModelError, match="sliding_window = 4096"):
-            ModelConfig.from_dict(raw)
+            parse_model_config(raw)
 
     @pytest.mark.parametrize(
         ("model_type", "settings"),
@@ -268,7 +269,7 @@ class TestRefusals:
     def test_settings_that_change_nothing_are_accepted(
         self, model_type: str, settings: dict[str, Any]
     ) -> None:
-        ModelConfig.from_dict(small(model_type, **settings))
+        parse_model_config(small(model_type, **settings))
 
     @pytest.mark.parametrize(
         ("settings", "named"),
@@ -280,17 +281,17 @@ class TestRefusals:
     )
     def test_broken_values_are_usage_errors(self, settings: dict[str, Any], named: str) -> None:
         with pytest.raises(UsageError, match=named):
-            ModelConfig.from_dict(small("llama", **settings))
+            parse_model_config(small("llama", **settings))
 
 
 class TestDirectory:
     def test_that_does_not_exist(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="download it first"):
-            ModelConfig.from_pretrained(tmp_path / "nowhere")
+            read_model_config(tmp_path / "nowhere")
 
     def test_without_a_configuration(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"has no config\.json"):
-            ModelConfig.from_pretrained(tmp_path)
+            read_model_config(tmp_path)
 
     @pytest.mark.parametrize(
         "text",
@@ -307,7 +308,7 @@ class TestDirectory:
     def test_with_a_broken_configuration(self, tmp_path: Path, text: str) -> None:
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(UsageError, match=r"config\.json"):
-            ModelConfig.from_pretrained(tmp_path)
+            read_model_config(tmp_path)
 
     def test_id_of_a_model_in_the_local_cache(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -333,65 +334,6 @@ class TestDirectory:
         monkeypatch.setattr("pathlib.Path.expanduser", homeless)
         with pytest.raises(UsageError, match="neither a directory nor in the Hugging Face cache"):
             find_checkpoint("owner/name")
-
-
-class TestFingerprint:
-    def test_is_short_and_repeatable(self, checkpoint: Checkpoint) -> None:
-        path = checkpoint("llama3")
-        config = ModelConfig.from_pretrained(path)
-        assert config.fingerprint(path) == config.fingerprint(str(path))
-        assert len(config.fingerprint(path)) == 16
-
-    def test_a_link_that_leads_nowhere_beside_the_weights_does_not_count(
-        self, checkpoint: Checkpoint, tmp_path: Path
-    ) -> None:
-        """As a cache has it of which a part was removed."""
-        path = checkpoint("llama3")
-        config = ModelConfig.from_pretrained(path)
-        for file in path.iterdir():
-            (tmp_path / file.name).symlink_to(file)
-        (tmp_path / "model-old.safetensors").symlink_to(tmp_path / "nowhere")
-        assert config.fingerprint(tmp_path) == config.fingerprint(path)
-
-    def test_differs_for_other_weights_of_the_same_shape(
-        self, checkpoint: Checkpoint, tmp_path: Path
-    ) -> None:
-        path = checkpoint("llama2")
-        config = ModelConfig.from_pretrained(path)
-        for file in path.iterdir():
-            (tmp_path / file.name).write_bytes(file.read_bytes())
-        assert config.fingerprint(tmp_path) == config.fingerprint(path)
-        weights = tmp_path / "model.safetensors"
-        data = bytearray(weights.read_bytes())
-        data[-1000:] = bytes(1000)
-        data[len(data) // 2 : len(data) // 2 + 8000] = bytes(8000)
-        weights.write_bytes(data)
-        assert config.fingerprint(tmp_path) != config.fingerprint(path)
-
-    def test_is_of_the_files_that_the_index_names(self, tmp_path: Path) -> None:
-        config = ModelConfig.from_dict(LLAMA_V4)
-        (tmp_path / "config.json").write_text("{}")
-        shard, stray = tmp_path / "weights-1-of-1.safetensors", tmp_path / "model.safetensors"
-        index = {"weight_map": {"a": shard.name, "b": shard.name}}
-        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-        shard.write_bytes(bytes(8) + b"one")
-        before = config.fingerprint(tmp_path)
-        stray.write_bytes(bytes(8) + b"which nothing reads")
-        assert config.fingerprint(tmp_path) == before
-        shard.write_bytes(bytes(8) + b"two")
-        assert config.fingerprint(tmp_path) != before
-
-    def test_of_dummy_weights_is_their_seed(self, tmp_path: Path) -> None:
-        config = ModelConfig.from_dict(LLAMA_V4)
-        prints = {config.fingerprint(tmp_path, "dummy", seed) for seed in (0, 0, 1)}
-        assert len(prints) == 2
-
-    def test_depends_on_what_changes_kv_values_only(self, tmp_path: Path) -> None:
-        config = ModelConfig.from_dict(LLAMA_V4)
-        same = dataclasses.replace(config, eos_token_ids=(1,), dtype="float16")
-        other = dataclasses.replace(config, rms_norm_eps=1e-6)
-        assert same.fingerprint(tmp_path, "dummy") == config.fingerprint(tmp_path, "dummy")
-        assert other.fingerprint(tmp_path, "dummy") != config.fingerprint(tmp_path, "dummy")
 
 
 def test_a_model_that_no_memory_holds_is_refused_in_one_line(tmp_path: Path) -> None:

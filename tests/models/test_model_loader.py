@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from pd.core.errors import UsageError
 from pd.models import causal_lm, layers, loader
-from pd.models.config import ModelConfig
+from pd.models.config_reader import read_model_config
 from pd.models.loader import load_model
 from pd.models.tensor_parallel import SINGLE, WeightDestination
 
@@ -32,12 +32,12 @@ SHARD = "model.safetensors"
 @pytest.fixture
 def unprepared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights stay in the layout of the checkpoint, so that tests can look at them."""
-    monkeypatch.setattr(causal_lm.CausalLM, "prepare", lambda model: None)
+    monkeypatch.setattr(causal_lm.CausalLM, "prepare_weights", lambda model: None)
 
 
 def load(path: Path, **settings: Any) -> CausalLM:
     settings = {"dtype": torch.float32, "device": "cpu", **settings}
-    return load_model(path, ModelConfig.from_pretrained(path), **settings)
+    return load_model(path, read_model_config(path), **settings)
 
 
 @pytest.fixture
@@ -71,14 +71,14 @@ class TestReading:
         assert (len(shards) > 1) == (architecture in SHARDED)
         stored = {name: t for shard in shards for name, t in load_file(shard).items()}
         model = load(path)
-        places = dict(model.checkpoint_tensors())
+        places = dict(model.list_tensors())
         assert set(places) <= set(stored)
         for name, place in places.items():
             assert torch.equal(place.memory, stored[name]), name
 
     def test_places_cover_every_parameter_once(self, checkpoint: Checkpoint) -> None:
         model = load(checkpoint("qwen3_moe"))
-        places = [place.memory for _, place in model.checkpoint_tensors()]
+        places = [place.memory for _, place in model.list_tensors()]
         assert sum(t.numel() for t in places) == sum(p.numel() for p in model.parameters())
 
     def test_weights_are_converted_to_the_dtype(self, copy: Path) -> None:
@@ -115,7 +115,7 @@ class TestMemory:
 
             return wrapper
 
-        monkeypatch.setattr(loader, "_copy", measured(loader._copy))
+        monkeypatch.setattr(loader, "_copy_tensor", measured(loader._copy_tensor))
         for module in (layers, causal_lm):
             monkeypatch.setattr(module, "pack_weight", measured(layers.pack_weight))
         before = anonymous_memory()
@@ -178,7 +178,7 @@ class TestDummy:
     def test_needs_nothing_but_the_configuration(
         self, checkpoint: Checkpoint, tmp_path: Path
     ) -> None:
-        config = ModelConfig.from_pretrained(checkpoint("qwen3_moe"))
+        config = read_model_config(checkpoint("qwen3_moe"))
         model = load_model(tmp_path, config, dtype=torch.float32, device="cpu", load_format="dummy")
         assert all(torch.isfinite(p).all() for p in model.parameters())
 

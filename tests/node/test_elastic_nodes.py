@@ -18,7 +18,7 @@ from pd.core import step_cost
 from pd.core.messages import NodeHeartbeat, ProxyHeartbeat
 from pd.core.step_cost import StepCost, StepShape
 from pd.node.load import node_load
-from pd.scheduling.cost_model import shape_of
+from pd.scheduling.cost_model import step_shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -94,20 +94,20 @@ def test_the_last_node_serves_alone(cluster: Cluster) -> None:
 def test_a_step_computes_prompts_and_answers(cluster: Cluster) -> None:
     decode = cluster.decode[0]
     scheduler = decode.node.scheduler
-    process, mixed = scheduler.process, []
+    process, mixed = scheduler.process_step, []
 
     def watching(works: list[Work]) -> None:
-        mixed.append({work.sequence.decodes for work in works} == {True, False})
+        mixed.append({work.sequence.is_decoding for work in works} == {True, False})
         process(works)
 
-    scheduler.process = watching  # type: ignore[method-assign]
+    scheduler.process_step = watching  # type: ignore[method-assign]
     try:
         stream = cluster.client.generate(range(9), cluster.pair, max_tokens=200)
         wait_until(lambda: len(stream.choices[0].tokens) > 3, 20)
         cluster.client.generate(range(9, 109), (decode, cluster.prefill[0])).tokens()
         stream.tokens()
     finally:
-        scheduler.process = process  # type: ignore[method-assign]
+        scheduler.process_step = process  # type: ignore[method-assign]
     assert any(mixed)
 
 
@@ -151,14 +151,14 @@ def send_both_ways(
     with monkeypatch.context() as patch:
         for server in cluster.nodes:
             prefill = server.node.scheduler.prefill
-            patch.setattr(prefill, "plan", lambda budget, max_running: [])
+            patch.setattr(prefill, "plan_step", lambda budget, max_running: [])
         pending = [
             cluster.client.generate(prompt, way, max_tokens=max_tokens)
             for prompt, way in zip(prompts, (there, back), strict=True)
         ]
 
         def promised(server: NodeServer) -> bool:
-            return all(r.outgoing is None or r.outgoing.reservation for r in server.node.rooms)
+            return all(r.outgoing is None or r.outgoing.reservation for r in server.node.requests)
 
         wait_until(lambda: all(s.node.receiving.incoming for s in cluster.nodes), 5)
         wait_until(lambda: all(promised(server) for server in cluster.nodes), 5)
@@ -327,7 +327,7 @@ def test_the_heartbeat_reports_what_requests_would_meet(
 
         idle = load(1)
         assert (idle.queued_tokens, idle.queue_seconds, idle.streams) == (0, 0.0, 0)
-        assert idle.cost.seconds(StepShape(streams=1, context=100)) > 0
+        assert idle.cost.predict_seconds(StepShape(streams=1, context=100)) > 0
         assert idle.free_tokens == 2048
         with decode.node.core.events.lock:
             decode.node.scheduler.prompt_share._seconds = 0.0
@@ -340,15 +340,15 @@ def test_the_heartbeat_reports_what_requests_would_meet(
         cluster.wait_idle()
         with decode.node.core.events.lock:  # no step is planned meanwhile
             for prompt in random_prompts(71, [200, 100]):
-                decode.node.scheduler.prefill.add(make_request(prompt))
-            decode.node.scheduler.prefill.add(make_request([*range(8), 99, 99]))
+                decode.node.scheduler.prefill.add_request(make_request(prompt))
+            decode.node.scheduler.prefill.add_request(make_request([*range(8), 99, 99]))
             node = decode.node
             waiting = node_load(node.core, node.scheduler, node.receiving, 0.0)
             for request in list(decode.node.scheduler.prefill.waiting):
-                decode.node.scheduler.prefill.remove(request)
+                decode.node.scheduler.prefill.remove_request(request)
         assert waiting is not None
         assert waiting.queued_tokens == 302, "of the last one, two pages are cached"
-        assert waiting.queue_seconds > idle.cost.seconds(StepShape(streams=1, context=100))
+        assert waiting.queue_seconds > idle.cost.predict_seconds(StepShape(streams=1, context=100))
 
 
 def test_prompts_that_wait_are_ordered_by_their_objectives(cluster: Cluster) -> None:
@@ -361,10 +361,10 @@ def test_prompts_that_wait_are_ordered_by_their_objectives(cluster: Cluster) -> 
             for prompt, waited in zip(prompts, [0.0, 50.0, 70.0], strict=True)
         )
         for request in (late, patient, urgent):
-            queue.add(request)
-        assert list(queue.candidates()) == [urgent, patient, late]
+            queue.add_request(request)
+        assert list(queue.iter_candidates()) == [urgent, patient, late]
         for request in (late, patient, urgent):
-            queue.remove(request)
+            queue.remove_request(request)
 
 
 def test_prompts_are_computed_in_slices_beside_answers(
@@ -375,17 +375,17 @@ def test_prompts_are_computed_in_slices_beside_answers(
     slow = StepCost(base=1.0, first=0.1)
     costs = decode.node.core.costs
     monkeypatch.setattr(costs, "cost", slow)
-    monkeypatch.setattr(costs, "observe", lambda shape, seconds: 0.0)
+    monkeypatch.setattr(costs, "observe_step", lambda shape, seconds: 0.0)
     monkeypatch.setattr(step_cost, "LEAST_SLICE", 1)
     sizes: list[tuple[int, int]] = []
-    process = decode.node.scheduler.process
+    process = decode.node.scheduler.process_step
 
     def watching(works: list[Work]) -> None:
-        shape = shape_of(works)
+        shape = step_shape(works)
         sizes.append((shape.streams, shape.tokens))
         process(works)
 
-    monkeypatch.setattr(decode.node.scheduler, "process", watching)
+    monkeypatch.setattr(decode.node.scheduler, "process_step", watching)
     with RawPeer(decode.node.endpoint, "patient-proxy") as proxy:
         proxy.send(ProxyHeartbeat(to="", sender=proxy.name, itl=1.901))
         proxy.receive(NodeHeartbeat)
@@ -403,7 +403,7 @@ def test_a_node_hears_when_a_prompt_for_it_will_be_computed(cluster: Cluster) ->
     prefill, decode = cluster.pair
     end: Any = decode.node.receiving
     heard: list[tuple[bool, float]] = []
-    take = end._incoming
+    take = end._find_incoming
 
     def watching(room: bytes) -> Any:
         incoming = take(room)
@@ -411,20 +411,20 @@ def test_a_node_hears_when_a_prompt_for_it_will_be_computed(cluster: Cluster) ->
             heard.append((incoming.commit is None, incoming.expected_at))
         return incoming
 
-    end._incoming = watching
+    end._find_incoming = watching
     try:
         (prompt,) = random_prompts(12, [150])
         cluster.client.generate(prompt, (prefill, decode)).tokens()
     finally:
-        del end._incoming
+        del end._find_incoming
     assert heard
     assert heard[0][0], "it was told before the commit"
-    assert not list(end.expected(1e6)), "nothing is expected of what has come"
+    assert not list(end.iter_expected(1e6)), "nothing is expected of what has come"
 
 
 def test_errors_of_predictions_are_a_metric(cluster: Cluster) -> None:
     cluster.client.generate(range(20), cluster.pair).tokens()
-    text = cluster.decode[0].node.core.metrics.expose().decode()
+    text = cluster.decode[0].node.core.metrics.render_text().decode()
     steps = re.search(r"^pd_steps_total ([\d.]+)$", text, re.M)
     errors = re.search(r"^pd_step_prediction_error_count ([\d.]+)$", text, re.M)
     assert steps is not None and errors is not None

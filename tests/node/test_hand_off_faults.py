@@ -91,9 +91,11 @@ def test_a_transfer_that_fails_ends_a_prompt_that_is_being_computed() -> None:
 
         node.engine.runner.forward = slow
         request = sent(cluster, [i % 250 for i in range(800)])
-        wait_until(lambda: request.room in node.rooms, 5)
-        wait_until(lambda: node.rooms.get(request.room).outgoing.sender is not None, 5)
-        node.rooms.get(request.room).outgoing.sender.fail(TransferError("the link was lost"))
+        wait_until(lambda: request.room in node.requests, 5)
+        wait_until(lambda: node.requests.find_request(request.room).outgoing.sender is not None, 5)
+        node.requests.find_request(request.room).outgoing.sender.fail(
+            TransferError("the link was lost")
+        )
         assert request.done.wait(SOON)
         assert "the link was lost" in str(request.error)
         cluster.wait_idle()
@@ -130,7 +132,7 @@ def test_an_abort_told_to_one_node_ends_the_room_over_every_backend(
     monkeypatch: pytest.MonkeyPatch, backend: Backend, stage: str, told: str
 ) -> None:
     backend.require()
-    monkeypatch.setattr(SendingEnd, "_open", held_transfers.open_held)
+    monkeypatch.setattr(SendingEnd, "_start_sending", held_transfers.open_held)
     (held, whole) = random_prompts(25, [held_transfers.HELD[stage], 300])
     with tiny_cluster(transfer_backend=backend.flag, chunked_prefill_size=128) as cluster:
         expected = sent(cluster, whole, max_tokens=4).tokens()
@@ -140,14 +142,14 @@ def test_an_abort_told_to_one_node_ends_the_room_over_every_backend(
         request.nodes = [prefill if told == "prefill" else decode]
         cluster.client.abort(request)
         for server in cluster.pair:
-            found = server.node.rooms.get(request.room)
-            wait_until(lambda one=found: one is None or one.state.terminal, SOON)
+            found = server.node.requests.find_request(request.room)
+            wait_until(lambda one=found: one is None or one.state.is_terminal, SOON)
         # Its pages serve others, and nothing of it lands in them.
         again = sent(cluster, whole, max_tokens=4, namespace="another")
         assert again.tokens() == expected
         with decode.node.core.events.lock, prefill.node.core.events.lock:
             for server in cluster.pair:
-                server.node.check()
+                server.node.check_books()
         cluster.client.abort(request)
         cluster.wait_idle()
 
@@ -155,9 +157,9 @@ def test_an_abort_told_to_one_node_ends_the_room_over_every_backend(
 def test_an_abort_of_a_retracted_request_frees_its_host_memory() -> None:
     with tiny_cluster(kv_cache_tokens=120, reserved_decode_tokens=1) as cluster:
         decode = cluster.decode[0].node.scheduler.decode
-        resume, aborted = decode._resume, []
+        resume, aborted = decode._give_pages, []
         # Whoever is retracted stays it until the test has seen it.
-        decode._resume = lambda one: (aborted or one not in decode.retracted) and resume(one)
+        decode._give_pages = lambda one: (aborted or one not in decode.retracted) and resume(one)
         requests = [sent(cluster, prompt, max_tokens=60) for prompt in random_prompts(3, [20] * 4)]
         wait_until(lambda: decode.retracted, 10)
         room = decode.retracted[0].request.room
@@ -182,7 +184,7 @@ def test_quarantine_is_visible_while_the_drain_is_outstanding_and_ends_after(
         prefill, decode = cluster.pair
         request = sent(cluster)
         wait_until(lambda: queues(prefill)["in_flight"] and pages(decode)["reserved"], 5)
-        outgoing = prefill.node.rooms.get(request.room).outgoing
+        outgoing = prefill.node.requests.find_request(request.room).outgoing
         wait_until(lambda: outgoing.first_sent is not None, 1)
         cluster.client.abort(request)
         wait_until(lambda: pages(decode)["quarantined"] == 10, 1.8, lambda: pages(decode))
@@ -190,7 +192,7 @@ def test_quarantine_is_visible_while_the_drain_is_outstanding_and_ends_after(
         counts = pages(decode)
         assert sum(counts.values()) == 2 * counts["total"]
         for server in cluster.pair:
-            server.node.check()
+            server.node.check_books()
         cluster.wait_idle()
         assert pages(decode)["quarantined"] == 0
 
@@ -220,7 +222,7 @@ def test_late_and_duplicated_writes_of_aborted_rooms_hit_nobody_else(
                     time.sleep(rng.random() * 0.05)
                     cluster.client.abort(request)
             for server in cluster.pair:
-                server.node.check()
+                server.node.check_books()
         for index, request in kept:
             assert request.tokens(60) == expected[index], f"prompt {index}"
         cluster.wait_idle()
@@ -264,11 +266,11 @@ def test_a_parked_prefill_is_computed_again_and_handed_over(tmp_path: Path) -> N
         parked: list[Pending] = []
         first = sent(cluster, prompts[0], max_tokens=8)
         wait_until(lambda: first.choices[0].tokens, 5)
-        outgoing = cluster.prefill[0].node.rooms.get(first.room).outgoing
+        outgoing = cluster.prefill[0].node.requests.find_request(first.room).outgoing
         second = sent(cluster, prompts[1], max_tokens=8)
         wait_until(lambda: outgoing.parked or (not parked and first.done.is_set()), 5)
         assert outgoing.parked
-        cluster.prefill[0].node.check()
+        cluster.prefill[0].node.check_books()
         assert second.tokens(10) == expected[1]
         assert first.tokens(10) == expected[0]
         positions = [output.position for output in first.outputs]
@@ -302,8 +304,8 @@ def test_stopping_a_node_tells_proxy_and_peer() -> None:
         assert gate.entered.wait(5)
         wait_until(lambda: queues(cluster.decode[0])["transfer"] == 1, 5)
         with cluster.prefill[0].node.core.events.event():
-            for waiting in list(cluster.prefill[0].node.rooms):
-                cluster.prefill[0].node.rooms.fail(waiting, TransferError("stopped"))
+            for waiting in list(cluster.prefill[0].node.requests):
+                cluster.prefill[0].node.requests.fail_request(waiting, TransferError("stopped"))
         wait_until(lambda: is_idle(cluster.decode[0]), SOON)
         with pytest.raises(TransferError, match="stopped"):
             request.tokens(1)

@@ -17,15 +17,15 @@ import zmq
 from cluster import TokenClient, random_prompts, wait_idle, wait_until
 from tiny import tiny_node
 
-from pd.core.cluster_key import kv_events_client_keypair, kv_events_server_keypair
 from pd.core.errors import SetupError, UsageError
 from pd.core.kv_events_config import EventsEndpoint, KVEventsConfig, parse_kv_events_config
+from pd.net.cluster_key import derive_kv_publisher_keypair, derive_kv_subscriber_keypair
 from pd.node.kv_events import publisher as publisher_module
 from pd.node.kv_events.publisher import KVEventPublisher
 from pd.node.kv_events.wire import EventEncoder
 from pd.radix import RadixCache
 from pd.radix.block_log import BlockLog
-from pd.radix.prefix_hashes import as_numbers, first_hash, page_hashes
+from pd.radix.prefix_hashes import hash_namespace, hash_pages, to_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -134,12 +134,12 @@ class Subscriber:
 
 
 def all_blocks(radix: RadixCache) -> set[int]:
-    return set(as_numbers(radix.hashes()))
+    return set(to_numbers(radix.join_hashes()))
 
 
 def hashes_of(tokens: list[int], salt: str = "") -> list[int]:
     data = np.asarray(tokens[: len(tokens) - len(tokens) % PAGE], "<i4").tobytes()
-    return list(as_numbers(page_hashes(first_hash(salt), data, 4 * PAGE)))
+    return list(to_numbers(hash_pages(hash_namespace(salt), data, 4 * PAGE)))
 
 
 @pytest.mark.parametrize("elastic", ["off", "auto"])
@@ -202,14 +202,14 @@ class Source:
 
     def insert(self, tokens: list[int], salt: str = "") -> None:
         pages = np.zeros(len(tokens) // PAGE, dtype=np.int32)
-        self.radix.insert(np.asarray(tokens, np.int32), pages, salt)
+        self.radix.insert_prefix(np.asarray(tokens, np.int32), pages, salt)
         self.publish()
 
     def publish(self) -> None:
-        changes = self.log.take()
+        changes = self.log.take_changes()
         assert changes is not None and self.publisher.has_room
         before = self.publisher.num_batches
-        self.publisher.publish(changes)
+        self.publisher.publish_soon(changes)
         wait_until(lambda: self.publisher.num_batches > before, 20)
 
     def subscribe(self, **options: bytes) -> Subscriber:
@@ -241,7 +241,7 @@ def test_events_are_the_arrays_that_vllm_writes(make_source: Callable[..., Sourc
     source = make_source(token_ids=True)
     source.insert([1, 2, 3, 4, 5, 6, 7, 8])
     source.insert([1, 2, 3, 4, 9, 9, 9, 9])
-    source.radix.evict(1)
+    source.radix.evict_pages(1)
     source.publish()
     reader = source.subscribe()
     reader.replay()
@@ -283,7 +283,7 @@ def test_long_prompts_come_in_several_batches(make_source: Callable[..., Source]
     reader.replay()
     assert list(reader.blocks) == hashes_of(tokens)
     assert [t for event in reader.events[1:] for t in event[3]] == tokens
-    source.radix.evict(25_000)
+    source.radix.evict_pages(25_000)
     source.publish()
     wait_until(lambda: source.publisher.num_batches >= 8, 20)
     reader.replay()
@@ -302,7 +302,7 @@ def test_who_asks_for_more_than_is_kept_gets_everything_soon(
     late.replay()
     assert late.replayed == 3
     assert source.publisher.take_snapshot_wish(100.0)
-    source.log.start_over()
+    source.log.restart()
     source.publish()
     wait_until(lambda: (late.read(), set(late.blocks) == all_blocks(source.radix))[1], 20)
     late.next = 0
@@ -314,7 +314,7 @@ def test_who_asks_for_more_than_is_kept_gets_everything_soon(
 
 def _nudge(source: Source) -> bool:
     """Publish something small, and wait for subscribers to get it."""
-    source.log.start_over()
+    source.log.restart()
     source.publish()
     time.sleep(0.02)
     return True
@@ -341,10 +341,10 @@ def test_changes_stay_in_the_log_while_too_many_wait() -> None:
     log = BlockLog(RadixCache(PAGE), max_pages=10)
     for _ in range(2):
         assert stopped.has_room
-        log.start_over()
-        changes = log.take()
+        log.restart()
+        changes = log.take_changes()
         assert changes is not None
-        stopped.publish(changes)
+        stopped.publish_soon(changes)
     assert not stopped.has_room
     stopped.close()
 
@@ -356,11 +356,11 @@ def test_beyond_loopback_only_holders_of_the_key_subscribe(
     key = b"k" * 32
     source = make_source(key)
     source.insert([1] * PAGE)
-    public, secret = kv_events_client_keypair(key)
-    server, _ = kv_events_server_keypair(key)
+    public, secret = derive_kv_subscriber_keypair(key)
+    server, _ = derive_kv_publisher_keypair(key)
     options = {"curve_serverkey": server, "curve_publickey": public, "curve_secretkey": secret}
     strangers = [source.subscribe()]
-    other_public, other_secret = kv_events_client_keypair(b"o" * 32)
+    other_public, other_secret = derive_kv_subscriber_keypair(b"o" * 32)
     others = {"curve_publickey": other_public, "curve_secretkey": other_secret}
     strangers.append(source.subscribe(**options | others))
     member = source.subscribe(**options)

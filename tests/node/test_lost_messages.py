@@ -18,10 +18,10 @@ from pd.core.messages import (
     LEASE_SECONDS,
     NodeHeartbeat,
     ProxyHeartbeat,
-    encode,
+    encode_message,
     heartbeat_identity,
 )
-from pd.core.numbering import Sent
+from pd.util.numbering import SentNumbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -76,7 +76,7 @@ def test_whatever_a_reset_loses_between_nodes_ends_with_an_error(
     # Those that failed too: nothing is left of them.
     wait_until(lambda: all(is_idle(node) for node in cluster.nodes), ENDS_WITHIN)
     for node in cluster.nodes:
-        node.node.check()
+        node.node.check_books()
 
 
 def endless(server: NodeServer, peer: RawPeer) -> Generate:
@@ -96,13 +96,13 @@ class Numbered:
     """A proxy that numbers its messages, some of which are lost."""
 
     def __init__(self, peer: RawPeer) -> None:
-        self.peer, self.sent = peer, Sent()
+        self.peer, self.sent = peer, SentNumbers()
 
     def send(self, message: Message, *, lost: bool = False) -> None:
         counts = not isinstance(message, ProxyHeartbeat)
-        number = self.sent.number(counts=counts)
+        number = self.sent.number_message(counts=counts)
         if not lost:
-            self.peer.send_bytes(number, encode(message))
+            self.peer.send_bytes(number, encode_message(message))
 
     def beat(self) -> int:
         """How many losses the node knows of."""
@@ -124,17 +124,17 @@ def test_a_node_gives_up_a_proxy_of_which_it_lacks_messages_and_says_so() -> Non
 
             before = proxy.beat()
             kept = generate()
-            wait_until(lambda: kept in server.node.rooms, 5)
+            wait_until(lambda: kept in server.node.requests, 5)
             assert proxy.beat() == before
             lost = make_generate(range(9), to=server.instance_id, sender=peer.name)
             proxy.send(lost, lost=True)
             assert proxy.beat() == before + 1
             wait_until(lambda: is_idle(server), 5)
             again = generate()
-            wait_until(lambda: again in server.node.rooms, 5)
+            wait_until(lambda: again in server.node.requests, 5)
             assert proxy.beat() == before + 1
             # A new stream: the proxy forgot what it had here.
-            proxy.sent = Sent()
+            proxy.sent = SentNumbers()
             assert proxy.beat() == before + 1
             wait_until(lambda: is_idle(server), 5)
     finally:
@@ -149,7 +149,7 @@ def test_a_proxy_that_was_silent_for_a_lease_hears_that_its_requests_are_gone() 
             before = proxy.beat()
             message = endless(server, peer)
             proxy.send(message)
-            wait_until(lambda: message.room in server.node.rooms, 5)
+            wait_until(lambda: message.room in server.node.requests, 5)
             wait_until(lambda: is_idle(server), LEASE_SECONDS + 2)
             assert proxy.beat() == before + 1
     finally:
@@ -162,7 +162,7 @@ def test_an_unnumbered_message_is_taken_as_it_is() -> None:
         with proxy_of(server) as peer:
             peer.beat()
             assert peer.receive(NodeHeartbeat).losses == 0
-            peer.send_bytes(b"no number", encode(ProxyHeartbeat(to="", sender=peer.name)))
+            peer.send_bytes(b"no number", encode_message(ProxyHeartbeat(to="", sender=peer.name)))
             assert peer.receive(NodeHeartbeat).losses == 0
     finally:
         server.stop()
@@ -177,11 +177,11 @@ def test_the_heartbeat_thread_of_a_proxy_keeps_its_requests_while_its_loop_is_bu
         with proxy_of(server) as peer, proxy_of(server, heartbeat_identity(peer.name)) as thread:
             message = endless(server, peer)
             peer.send(message)
-            wait_until(lambda: message.room in server.node.rooms, 5)
+            wait_until(lambda: message.room in server.node.requests, 5)
             for _ in range(10):
                 time.sleep(0.3)
                 thread.beat()
-            assert not server.node.rooms.get(message.room).state.terminal
+            assert not server.node.requests.find_request(message.room).state.is_terminal
             assert not thread.answers(NodeHeartbeat, 0.1)
             wait_until(lambda: is_idle(server), 5)  # the thread fell silent too
             peer.beat()

@@ -14,20 +14,20 @@ from raw_peer import proxy_of
 from requests_for_tests import make_generate
 from tiny import tiny_cluster, tiny_model, tiny_node
 
-from pd.core.cluster_key import admin_key, server_info_key
 from pd.core.config import NodeConfig
 from pd.core.errors import NodeFailedError, SetupError, UsageError
 from pd.core.messages import Failed, NodeHeartbeat, StepOutputs
 from pd.core.sampling_params import SamplingDefaults
-from pd.core.signed_requests import (
+from pd.launch import NodeServer
+from pd.net.cluster_key import derive_admin_key, derive_server_info_key
+from pd.net.http_server import open_listener
+from pd.net.signed_requests import (
     NONCE_HEADER,
     SIGNATURE_HEADER,
     check_reply,
-    signed_headers,
+    sign_headers,
 )
-from pd.launch import NodeServer
 from pd.node.admin import MAX_BODY_BYTES
-from pd.node.http_server import listen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -149,14 +149,14 @@ def test_everything_is_503_while_the_model_loads() -> None:
 @pytest.mark.parametrize(
     ("body", "text"),
     [
-        (b"", "the body must be"),
-        (b"[]", "the body must be"),
-        (b'{"rid": 7}', "the body must be"),
-        (b'{"rid": "a", "extra": 1}', "the body must be"),
-        (b'{"rid": "\xff"}', "the body must be"),
+        (b"", "invalid body"),
+        (b"[]", "invalid body"),
+        (b'{"rid": 7}', "invalid body"),
+        (b'{"rid": "a", "extra": 1}', "invalid body"),
+        (b'{"rid": "\xff"}', "invalid body"),
         (b"{}", "give either"),
         (b'{"rid": "a", "abort_all": true}', "give either"),
-        (b" " * (MAX_BODY_BYTES + 1), "exceeds"),
+        (b" " * (MAX_BODY_BYTES + 1), "too large"),
     ],
 )
 def test_a_bad_abort_is_a_400_in_openais_shape(http: httpx.Client, body: bytes, text: str) -> None:
@@ -209,7 +209,7 @@ PATHS = ("/flush_cache", "/abort_request", "/drain", "/undrain")
 
 def test_with_a_cluster_key_changes_must_be_signed_for_this_instance() -> None:
     node = tiny_node("unified", cluster_key=KEY)
-    key = admin_key(KEY)
+    key = derive_admin_key(KEY)
     assert key is not None
     try:
         for path in PATHS:
@@ -221,14 +221,14 @@ def test_with_a_cluster_key_changes_must_be_signed_for_this_instance() -> None:
                 answer = httpx.post(node.url + path, headers=headers)
                 assert answer.status_code == 401, path
                 assert answer.json()["error"]["type"] == "authentication_error"
-        headers, nonce = signed_headers(key, "POST", "/flush_cache", node.instance_id)
+        headers, nonce = sign_headers(key, "POST", "/flush_cache", node.instance_id)
         answer = httpx.post(f"{node.url}/flush_cache", headers=headers)
         assert answer.status_code == 200
         proof = answer.headers[SIGNATURE_HEADER]
         assert check_reply(key, nonce, 200, answer.content, proof)
         # A refusal is proven, too.
         body = b'{"rid": "nobody"}'
-        headers, nonce = signed_headers(key, "POST", "/abort_request", node.instance_id, body)
+        headers, nonce = sign_headers(key, "POST", "/abort_request", node.instance_id, body)
         answer = httpx.post(f"{node.url}/abort_request", headers=headers, content=body)
         assert answer.status_code == 404
         assert check_reply(key, nonce, 404, answer.content, answer.headers[SIGNATURE_HEADER])
@@ -240,7 +240,7 @@ def test_with_a_cluster_key_changes_must_be_signed_for_this_instance() -> None:
 
 def test_with_a_cluster_key_a_node_proves_what_it_says_about_itself() -> None:
     node = tiny_node("unified", cluster_key=KEY)
-    key = server_info_key(KEY)
+    key = derive_server_info_key(KEY)
     assert key is not None
     try:
         url = f"{node.url}/server_info"
@@ -264,7 +264,7 @@ def test_undrain_takes_requests_again_unless_the_process_is_ending() -> None:
         node.node.drain(to_end=True)
         answer = httpx.post(f"{node.url}/undrain")
         assert answer.status_code == 503
-        assert "about to end" in answer.json()["error"]["message"]
+        assert "about to exit" in answer.json()["error"]["message"]
         assert httpx.get(f"{node.url}/health").status_code == 503
     finally:
         node.stop()
@@ -298,10 +298,10 @@ def test_a_node_others_can_reach_needs_a_cluster_key() -> None:
 
 
 def test_a_port_in_use_is_named() -> None:
-    with listen("127.0.0.1", 0) as taken:
+    with open_listener("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(SetupError, match=f"127.0.0.1:{port}.*choose another --port"):
-            listen("127.0.0.1", port)
+            open_listener("127.0.0.1", port)
 
 
 def metrics_of(url: str) -> dict[str, float]:

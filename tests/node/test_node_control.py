@@ -25,12 +25,12 @@ from pd.core.messages import (
     NodeHeartbeat,
     ProxyHeartbeat,
     StepOutputs,
-    encode,
+    encode_message,
 )
-from pd.core.numbering import Sent
 from pd.node import control
 from pd.node.control import ControlLink, ControlThread
 from pd.scheduling.handlers import Handlers
+from pd.util.numbering import SentNumbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,7 +52,7 @@ def generate_to(server: NodeServer, sender: str, **fields: Any) -> Any:
 
 
 def malformed_frames(rng: random.Random) -> list[bytes]:
-    good = encode(ProxyHeartbeat(to="", sender="raw-proxy"))
+    good = encode_message(ProxyHeartbeat(to="", sender="raw-proxy"))
     mistyped = {"type": "Abort", "to": "x", "sender": "raw-proxy", "room": 7}
     return [
         b"",
@@ -89,7 +89,7 @@ def test_a_message_for_another_instance_is_dropped(unified: NodeServer) -> None:
         peer.beat()
         peer.receive(NodeHeartbeat)
         assert all(isinstance(answer, NodeHeartbeat) for answer in peer.seen)
-    assert message.room not in unified.node.rooms
+    assert message.room not in unified.node.requests
 
 
 def test_a_message_that_claims_another_sender_is_dropped(unified: NodeServer) -> None:
@@ -98,14 +98,14 @@ def test_a_message_that_claims_another_sender_is_dropped(unified: NodeServer) ->
         peer.send(message)
         peer.beat()
         peer.receive(NodeHeartbeat)
-    assert message.room not in unified.node.rooms
+    assert message.room not in unified.node.requests
 
 
 def test_a_socket_without_identity_cannot_speak_for_anybody(unified: NodeServer) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(unified.node.endpoint)
-        socket.send(encode(ProxyHeartbeat(to="", sender="")))
+        socket.send(encode_message(ProxyHeartbeat(to="", sender="")))
         assert not socket.poll(300)
 
 
@@ -121,10 +121,10 @@ def test_a_message_for_another_role_is_dropped(
     assert "Commit: not for a unified node" in caplog.text
 
 
-def test_wrong_messages_are_logged_seldom(
+def test_wrong_messages_are_logged_warnings(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pd.core.seldom.SECONDS", 60.0)
+    monkeypatch.setattr("pd.util.warning_limit.SECONDS", 60.0)
     server = tiny_node("unified")
     try:
         with (
@@ -133,7 +133,7 @@ def test_wrong_messages_are_logged_seldom(
             caplog.at_level(logging.WARNING),
         ):
             to, room = server.instance_id, b"r" * 16
-            foreign = encode(ProxyHeartbeat(to="", sender="somebody"))
+            foreign = encode_message(ProxyHeartbeat(to="", sender="somebody"))
             commit = Commit(
                 to=to, sender=peer.name, room=room, epoch=1, num_bytes=0, first_tokens=[]
             )
@@ -141,7 +141,9 @@ def test_wrong_messages_are_logged_seldom(
             for _ in range(5):
                 peer.send_bytes(b"malformed")
                 peer.send_bytes(foreign)
-                peer.send_bytes(b"no number", encode(ProxyHeartbeat(to="", sender=peer.name)))
+                peer.send_bytes(
+                    b"no number", encode_message(ProxyHeartbeat(to="", sender=peer.name))
+                )
                 peer.send(commit)
                 peer.send(request)
             peer.receive(StepOutputs)
@@ -164,7 +166,7 @@ def test_nobody_speaks_in_the_name_of_a_connected_prefill_node(
         with RawPeer(decode.node.endpoint, prefill.instance_id) as liar:
             liar.send(Abort(to=decode.instance_id, sender=prefill.instance_id, room=b"r" * 16))
             wait_until(lambda: "claims another sender" in caplog.text, 5)
-        assert not decode.node.rooms.has_tombstone(b"r" * 16)
+        assert not decode.node.requests.has_tombstone(b"r" * 16)
         cluster.client.generate(range(9), cluster.pair).tokens()
 
 
@@ -185,17 +187,17 @@ def test_a_prefill_node_cannot_speak_in_the_name_of_another() -> None:
         router.setsockopt(zmq.LINGER, 0)
         port = router.bind_to_random_port("tcp://127.0.0.1")
         control = ControlThread("decode", "127.0.0.1", None)
-        control.serve(Handler())
+        control.start_serving(Handler())
         endpoint = f"tcp://127.0.0.1:{port}"
-        control.call(lambda: control.connect(b"prefill-1", endpoint))
+        control.call_soon(lambda: control.connect_node(b"prefill-1", endpoint))
         control.post_to_prefill(b"prefill-1", ProxyHeartbeat(to="", sender="decode"))
         identity = router.recv_multipart()[0]
         for sender in ("prefill-2", "prefill-1"):
             message = Abort(to="decode", sender=sender, room=b"r" * 16)
-            router.send_multipart([identity, encode(message)])
+            router.send_multipart([identity, encode_message(message)])
         wait_until(lambda: heard, 5)
         assert [(name, message.sender) for name, message in heard] == [(b"prefill-1", "prefill-1")]
-        control.call(lambda: control.disconnect(b"prefill-1"))
+        control.call_soon(lambda: control.disconnect_node(b"prefill-1"))
         control.stop()
 
 
@@ -241,21 +243,21 @@ def test_a_peer_that_speaks_is_not_forgotten_for_those_that_came_after(
     monkeypatch.setattr(control, "_MAX_STREAMS", 4)
     gaps: list[ControlLink] = []
     monkeypatch.setattr(unified.node.control._handler, "on_gap", gaps.append)
-    numbers = Sent()
+    numbers = SentNumbers()
     with proxy_of(unified) as known:
         abort = Abort(to=unified.instance_id, sender=known.name, room=b"r" * 16)
-        known.send_bytes(numbers.number(counts=True), encode(abort))
+        known.send_bytes(numbers.number_message(counts=True), encode_message(abort))
 
         def speak() -> None:
             beat = ProxyHeartbeat(to="", sender=known.name)
-            known.send_bytes(numbers.number(counts=False), encode(beat))
+            known.send_bytes(numbers.number_message(counts=False), encode_message(beat))
             known.receive(NodeHeartbeat)
 
         speak()
         for _ in range(8):
             with proxy_of(unified) as other:
                 beat = ProxyHeartbeat(to="", sender=other.name)
-                other.send_bytes(Sent().number(counts=False), encode(beat))
+                other.send_bytes(SentNumbers().number_message(counts=False), encode_message(beat))
                 other.receive(NodeHeartbeat)
             speak()
     assert gaps == []
@@ -266,8 +268,8 @@ def test_a_handler_that_fails_does_not_end_the_thread(caplog: pytest.LogCaptureF
     try:
         handlers = server.node.handlers
         server.node.handlers = Handlers()
-        server.node.handlers.on(Abort, lambda identity, message: 1 / 0)
-        server.node.handlers.on(ProxyHeartbeat, server.node._on_proxy_heartbeat)
+        server.node.handlers.add_handler(Abort, lambda identity, message: 1 / 0)
+        server.node.handlers.add_handler(ProxyHeartbeat, server.node._on_proxy_heartbeat)
         with proxy_of(server) as peer:
             peer.send(Abort(to=server.instance_id, sender=peer.name, room=b"r" * 16))
             peer.beat()
@@ -290,7 +292,7 @@ def test_what_is_posted_before_the_stop_is_sent_and_later_calls_do_nothing() -> 
     # The descriptors that the thread had may belong to others now; it must not write to them.
     before = threading.active_count()
     for _ in range(100):
-        server.node.control.call(lambda: None)
+        server.node.control.call_soon(lambda: None)
     assert threading.active_count() == before
     assert server.node.control._waker.fileno() == -1
 
@@ -315,7 +317,7 @@ def test_a_node_that_cannot_be_assembled_leaves_no_sockets(
         role="decode", model=tiny_model(), load_format="dummy", device="cpu", cluster_key=key
     )
     with pytest.raises(SetupError, match="no such drafter"):
-        assembly.assemble(config, "d", "")
+        assembly.assemble_node(config, "d", "")
     (thread,) = made
     assert thread._context.closed
 

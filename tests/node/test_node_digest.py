@@ -27,10 +27,10 @@ class SlowDigest:
 
     def __init__(self, server: NodeServer) -> None:
         pool = server.node.engine.pool
-        self._digest = pool.digest
+        self._digest = pool.compute_digest
         self.entered, self._open = threading.Event(), threading.Event()
         self.fail = False
-        pool.digest = self._wait
+        pool.compute_digest = self._wait
 
     def _wait(self, *args: Any) -> bytes:
         self.entered.set()
@@ -75,16 +75,19 @@ def test_an_abort_while_the_digest_is_computed_keeps_the_pages_until_its_end(rol
         running = cluster.client.generate(PROMPTS[0], cluster.pair)
         assert digest.entered.wait(5)
         waiting = cluster.client.generate(PROMPTS[1], cluster.pair)
-        wait_until(lambda: server.node.rooms.get(waiting.room) and waiting.choices[0].tokens, 30)
+        wait_until(
+            lambda: server.node.requests.find_request(waiting.room) and waiting.choices[0].tokens,
+            30,
+        )
         with server.node.core.events.event():
-            assert server.node.abort(None) == 2
+            assert server.node.abort_rid(None) == 2
         for request in (running, waiting):
             with pytest.raises(AbortedError):
                 request.tokens(SOON)
         state = "locked" if role == "prefill" else "quarantined"
-        wait_until(lambda: waiting.room not in server.node.rooms, SOON)
+        wait_until(lambda: waiting.room not in server.node.requests, SOON)
         assert pages(server)[state] >= len(PROMPTS[0]) // 4, "the digest still reads them"
-        server.node.check()
+        server.node.check_books()
         digest.open()
         cluster.wait_idle()
         assert len(cluster.client.generate(PROMPTS[2], cluster.pair).tokens(30)) == 16
@@ -121,7 +124,7 @@ def test_the_loss_of_the_peer_while_the_digest_is_computed_fails_the_request(rol
                 lose(other.instance_id, "the test said so")
             on_control.set()
 
-        node.control.call(gone)
+        node.control.call_soon(gone)
         assert on_control.wait(5)
         with pytest.raises(Exception, match="the test said so"):
             request.tokens(30)

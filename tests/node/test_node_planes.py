@@ -86,7 +86,7 @@ def test_pages_and_layouts_count_all_planes(nodes: dict[str, NodeServer]) -> Non
     assert one.layout.planes == two.layout.planes
     assert two.layout.token_bytes == one.layout.token_bytes
     extra = sum(plane.token_bytes for plane in EXTRA_PLANES)
-    assert one.pool.page_bytes(one.layout) == 8 * (one.layout.model.token_bytes + extra)
+    assert one.pool.count_page_bytes(one.layout) == 8 * (one.layout.model.token_bytes + extra)
     assert [len(plane.parts) for plane in two.pool.planes] == [2, 1, 2]
 
 
@@ -95,9 +95,9 @@ def test_retraction_saves_all_planes_of_all_ranks(nodes: dict[str, NodeServer]) 
     pages = np.array([3, 1], dtype=np.int32)
     for plane in engine.pool.planes:
         plane.buffer[:, :, 8:32] = torch.rand(plane.buffer[:, :, 8:32].shape)
-    before = engine.pool.digest(pages, (0, 0), 16)
+    before = engine.pool.compute_digest(pages, (0, 0), 16)
     saved = engine.save_pages(pages)
     for plane in engine.pool.planes:
         plane.buffer[:, :, 8:32] = 0
-    saved.restore(pages, 0)
-    assert engine.pool.digest(pages, (0, 0), 16) == before
+    saved.restore_pages(pages, 0)
+    assert engine.pool.compute_digest(pages, (0, 0), 16) == before

@@ -45,7 +45,7 @@ def nodes() -> Iterator[dict[str, NodeServer]]:
 def unified(nodes: dict[str, NodeServer]) -> Iterator[NodeServer]:
     yield nodes["unified"]
     wait_until(lambda: is_idle(nodes["unified"]), 10)
-    nodes["unified"].node.check()
+    nodes["unified"].node.check_books()
 
 
 @pytest.fixture
@@ -121,9 +121,9 @@ def test_a_bad_request_is_refused_with_the_value_and_leaves_nothing(
 @pytest.mark.parametrize(
     ("role", "fields", "text"),
     [
-        ("prefill", {}, "more than one token needs a decode node"),
-        ("decode", {}, "needs the prefill node's address"),
-        ("decode", {"peer": "p"}, "needs the prefill node's address"),
+        ("prefill", {}, "max_tokens is above 1, which needs a decode node"),
+        ("decode", {}, "address of the prefill node is missing"),
+        ("decode", {"peer": "p"}, "address of the prefill node is missing"),
         ("decode", {"params": LONG | {"max_tokens": 1020}}, "exceed the context of 1024"),
         ("unified", {"params": LONG | {"max_tokens": 1015}}, "exceed the context of 1024"),
     ],
@@ -189,7 +189,7 @@ def test_of_requests_that_come_together_only_the_bad_ones_are_refused(
     while len(rooms) < 2:
         rooms += [output.room for output in proxy.receive(StepOutputs).outputs]
     assert rooms == [good.room, also_good.room]
-    wait_until(lambda: not len(unified.node.rooms), 5)
+    wait_until(lambda: not len(unified.node.requests), 5)
 
 
 # ---- rooms
@@ -211,10 +211,10 @@ def test_a_duplicate_of_a_finished_room_is_not_computed_again(
 ) -> None:
     message = ask(proxy, unified, params={"max_tokens": 1})
     assert proxy.receive(StepOutputs).outputs[0].finish is not None
-    wait_until(lambda: not len(unified.node.rooms), 5)
+    wait_until(lambda: not len(unified.node.requests), 5)
     proxy.send(message)
     answered(proxy)
-    assert not len(unified.node.rooms)
+    assert not len(unified.node.requests)
 
 
 def test_a_room_of_another_proxy_is_refused_and_unharmed(
@@ -227,20 +227,20 @@ def test_a_room_of_another_proxy_is_refused_and_unharmed(
         assert "is in use" in intruder.receive(Failed).error.message
         abort(intruder, unified, message.room)
         answered(intruder)
-    assert not unified.node.rooms.get(message.room).state.terminal
+    assert not unified.node.requests.find_request(message.room).state.is_terminal
     abort(proxy, unified, message.room)
 
 
 def test_an_abort_that_comes_first_leaves_a_tombstone_for_a_lease(
     unified: NodeServer, proxy: RawPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pd.scheduling.rooms.LEASE_SECONDS", 0.3)
+    monkeypatch.setattr("pd.scheduling.live_requests.LEASE_SECONDS", 0.3)
     room = b"never seen yet.."
     abort(proxy, unified, room)
     ask(proxy, unified, room=room)
     answered(proxy)
-    assert room not in unified.node.rooms
-    wait_until(lambda: not unified.node.rooms.has_tombstone(room), 5)
+    assert room not in unified.node.requests
+    wait_until(lambda: not unified.node.requests.has_tombstone(room), 5)
     ask(proxy, unified, room=room)
     proxy.receive(StepOutputs)
     assert not [seen for seen in proxy.seen if isinstance(seen, Failed)]
@@ -249,16 +249,16 @@ def test_an_abort_that_comes_first_leaves_a_tombstone_for_a_lease(
 def test_tombstones_do_not_pile_up(
     unified: NodeServer, proxy: RawPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pd.scheduling.rooms.LEASE_SECONDS", 0.2)
+    monkeypatch.setattr("pd.scheduling.live_requests.LEASE_SECONDS", 0.2)
     rooms = [number.to_bytes(16, "big") for number in range(50)]
     for room in rooms:
         abort(proxy, unified, room)
     abort(proxy, unified, b"not a room")
     answered(proxy)
-    assert unified.node.rooms.has_tombstone(rooms[0]) and not unified.node.rooms.has_tombstone(
-        b"not a room"
-    )
-    wait_until(lambda: not any(map(unified.node.rooms.has_tombstone, rooms)), 5)
+    assert unified.node.requests.has_tombstone(
+        rooms[0]
+    ) and not unified.node.requests.has_tombstone(b"not a room")
+    wait_until(lambda: not any(map(unified.node.requests.has_tombstone, rooms)), 5)
 
 
 def test_an_abort_is_silent_and_frees_everything(unified: NodeServer, proxy: RawPeer) -> None:
@@ -279,8 +279,8 @@ def test_an_abort_of_a_choice_that_does_not_exist_is_dropped(
     for _ in range(3):
         abort(proxy, unified, message.room, index)
     answered(proxy)
-    request = unified.node.rooms.get(message.room)
-    assert not request.state.terminal and not request.ended_choices
+    request = unified.node.requests.find_request(message.room)
+    assert not request.state.is_terminal and not request.ended_choices
     abort(proxy, unified, message.room)
 
 
@@ -309,14 +309,14 @@ def test_requests_of_a_silent_proxy_are_aborted_and_those_of_others_go_on(
             return step(*args)
 
         monkeypatch.setattr(unified.node.engine.runner, "forward", slowly)
-        wait_until(lambda: len(unified.node.rooms) == 2, 5)
+        wait_until(lambda: len(unified.node.requests) == 2, 5)
 
         def is_dead() -> bool:
             proxy.beat()
-            return dead.room not in unified.node.rooms
+            return dead.room not in unified.node.requests
 
         wait_until(is_dead, 5)
-        assert not unified.node.rooms.get(alive.room).state.terminal
+        assert not unified.node.requests.find_request(alive.room).state.is_terminal
         abort(proxy, unified, alive.room)
 
 
@@ -327,9 +327,9 @@ def test_abort_request_tells_the_proxy_and_counts_what_lived(
     ask(proxy, unified, params=LONG, rid="two")
     answered(proxy)
     with unified.node.core.events.event():
-        assert unified.node.abort("one") == 1
-        assert unified.node.abort("one") == 0
-        assert unified.node.abort(None) == 1
+        assert unified.node.abort_rid("one") == 1
+        assert unified.node.abort_rid("one") == 0
+        assert unified.node.abort_rid(None) == 1
     kinds = [proxy.receive(Failed).error.kind for _ in range(2)]
     assert kinds == [AbortedError.kind] * 2
 
@@ -388,7 +388,7 @@ def test_a_broken_scheduler_fails_its_requests_and_is_not_ready() -> None:
         with proxy_of(server) as proxy:
             ask(proxy, server, params=LONG)
             proxy.receive(StepOutputs)
-            server.node.scheduler.plan = lambda: 1 / 0
+            server.node.scheduler.plan_step = lambda: 1 / 0
             failed = proxy.receive(Failed)
             assert failed.error.kind == NodeFailedError.kind
             assert "the scheduler failed" in failed.error.message
@@ -405,7 +405,7 @@ def test_outputs_of_one_step_travel_in_one_message_per_proxy() -> None:
         server = cluster.unified[0]
         posted: list[tuple[int, bytes]] = []
         steps = 0
-        post, process = server.node.rooms.outputs._post, server.node.scheduler.process
+        post, process = server.node.requests.outputs._post, server.node.scheduler.process_step
 
         def count_step(works: Any) -> None:
             nonlocal steps
@@ -416,7 +416,7 @@ def test_outputs_of_one_step_travel_in_one_message_per_proxy() -> None:
             posted.append((steps, identity))
             post(identity, message)
 
-        server.node.scheduler.process, server.node.rooms.outputs._post = count_step, watch
+        server.node.scheduler.process_step, server.node.requests.outputs._post = count_step, watch
         prompts = list(random_prompts(0, [8, 9, 10, 11]))
         sent = [cluster.client.generate(p, cluster.unified, max_tokens=20) for p in prompts]
         ask(other, server, np.arange(12), params={"max_tokens": 20})

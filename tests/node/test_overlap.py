@@ -45,7 +45,7 @@ def some_params(rng: random.Random) -> dict[str, Any]:
 
 def unused_by_steps(act: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def checked(sequence: Any) -> Any:
-        assert not sequence.in_step
+        assert not sequence.is_in_step
         return act(sequence)
 
     return checked
@@ -55,8 +55,8 @@ def watch_owners(cluster: Cluster) -> None:
     """No page is given up while a launched step uses it."""
     for server in cluster.nodes:
         memory = server.node.core.memory
-        memory.release = unused_by_steps(memory.release)
-        memory.quarantine = unused_by_steps(memory.quarantine)
+        memory.release_pages = unused_by_steps(memory.release_pages)
+        memory.quarantine_pages = unused_by_steps(memory.quarantine_pages)
 
 
 def run(
@@ -134,17 +134,17 @@ def test_tokens_of_a_step_that_is_over_are_sent_before_the_next_is_launched(
 
         return call
 
-    monkeypatch.setattr(DeviceTimer, "measures", True)  # as on a GPU
+    monkeypatch.setattr(DeviceTimer, "has_measured", True)  # as on a GPU
     if over:
         monkeypatch.setattr(LaunchedStep, "is_over", True)
-    monkeypatch.setattr(step_loop, "launch", noted("launched", step_loop.launch))
+    monkeypatch.setattr(step_loop, "launch_step", noted("launched", step_loop.launch_step))
     with tiny_cluster(0, 0, 1, overlap_schedule="on") as cluster:
         node = cluster.unified[0].node
         if not over:
             LaggingDevice(cluster.unified[0])
-        node.scheduler.process = noted("known", node.scheduler.process)
-        outputs = node.core.rooms.outputs
-        outputs.flush = noted("sent", outputs.flush)
+        node.scheduler.process_step = noted("known", node.scheduler.process_step)
+        outputs = node.core.requests.outputs
+        outputs.send_outputs = noted("sent", outputs.send_outputs)
         (prompt,) = random_prompts(0, [10])
         cluster.client.generate(prompt, cluster.unified, max_tokens=9).tokens()
         cluster.wait_idle()

@@ -10,7 +10,7 @@ import pytest
 
 from pd.core.messages import HEARTBEAT_INTERVAL, PREFIXES_UNKNOWN, PrefixEvents
 from pd.node.prefixes import PrefixReports
-from pd.proxy.reported_prefixes import ReportedPrefixes
+from pd.proxy.nodes.reported_prefixes import ReportedPrefixes
 from pd.radix import RadixCache
 
 if TYPE_CHECKING:
@@ -45,22 +45,22 @@ class Reported:
         if events.snapshot:
             self.snapshots.append(self.now)
         if not self.is_lost(events):
-            self.known.apply(events)
+            self.known.apply_events(events)
 
     @property
     def is_known(self) -> bool:
         """Whether the proxy knows the last prompt that was computed."""
-        return self.known.match(self._prompt(self.prompts), "") == 2 * PAGE
+        return self.known.count_cached(self._prompt(self.prompts), "") == 2 * PAGE
 
     def run(self, seconds: float) -> None:
         """Compute a prompt and report it every 0.1 s, beside the proxy's heartbeats."""
         for tick in range(1, round(seconds / TICK) + 1):
             self.now += TICK
             self.prompts += 1
-            self.radix.insert(self._prompt(self.prompts), np.zeros(2, np.int32), "")
-            self.reports.flush(self.now)
+            self.radix.insert_prefix(self._prompt(self.prompts), np.zeros(2, np.int32), "")
+            self.reports.send_reports(self.now)
             if tick % round(HEARTBEAT_INTERVAL / TICK) == 0:
-                self.reports.wanted(PROXY, self.known.number)
+                self.reports.note_wanted(PROXY, self.known.number)
 
     @staticmethod
     def _prompt(number: int) -> np.ndarray[Any, np.dtype[np.int32]]:
@@ -110,5 +110,5 @@ def test_a_batch_that_nothing_follows_is_missed_after_a_while(reported: Reported
     while not reported.is_known:
         reported.now += HEARTBEAT_INTERVAL
         waited += HEARTBEAT_INTERVAL
-        reported.reports.wanted(PROXY, reported.known.number)
+        reported.reports.note_wanted(PROXY, reported.known.number)
     assert 2.0 <= waited <= 2.5

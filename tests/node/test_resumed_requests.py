@@ -98,7 +98,7 @@ def deployment(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_a_request_goes_on_after_any_token(deployment: Cluster, name: str) -> None:
+def test_a_request_can_resume_after_any_token(deployment: Cluster, name: str) -> None:
     whole = undisturbed(name)
     (tokens,) = whole.result()
     asked = [

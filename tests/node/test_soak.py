@@ -13,7 +13,7 @@ from requests_for_tests import make_generate
 from tiny import TOKEN_BYTES, tiny_cluster, tiny_model
 
 from pd.core.errors import NodeFailedError, PDError, TransferError
-from pd.models.config import ModelConfig
+from pd.models.config_reader import read_model_config
 from pd.transfer.fake.sender import FakeSender
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Soak:
         if self.rng.random() < 0.5:
             prefill.node.sending.drop_peer(decode.instance_id, "the soak test said so")
         else:
-            decode.node.control.call(lambda: lose(decode, prefill))
+            decode.node.control.call_soon(lambda: lose(decode, prefill))
 
     def repeat(self) -> None:
         """A request's message comes twice."""
@@ -94,7 +94,7 @@ class Soak:
 
     def check(self) -> None:
         for server in self.cluster.nodes:
-            server.node.check()
+            server.node.check_books()
 
     def run(self, steps: int, mishaps: list[Any]) -> None:
         self.request()
@@ -121,7 +121,7 @@ def lose(decode: NodeServer, prefill: NodeServer) -> None:
 def test_random_aborts_losses_and_late_writes_harm_nobody_else(
     tmp_path: Path, seed: int, pace: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flops = ModelConfig.from_pretrained(tiny_model()).token_flops
+    flops = read_model_config(tiny_model()).token_flops
     monkeypatch.setattr(FakeSender, "flops_per_byte", pace * flops / TOKEN_BYTES)
     rng = random.Random(seed)
     shared = next(random_prompts(seed, [40]))

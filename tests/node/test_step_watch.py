@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 from cluster import wait_until
 
-from pd.core.compiling import Compiling, compilers_run
 from pd.core.step_cost import StepShape, chunk_pairs
 from pd.node.step_watch import MIN_SECONDS, MULTIPLE, StepWatch
+from pd.util.compiling import Compiling, are_compilers_running
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Delay:
     grown = 0.0
 
-    def growth(self, since: float) -> float:
+    def measure_growth(self, since: float) -> float:
         return self.grown
 
 
@@ -40,7 +40,7 @@ def answers(streams: int, length: int = 100) -> StepShape:
 
 def observe(watch: StepWatch, seconds: float, shape: StepShape) -> None:
     now = time.monotonic()
-    watch.observe(now - seconds, now, shape)
+    watch.observe_step(now - seconds, now, shape)
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def watch(delay: Delay) -> StepWatch:
 
 def stuck_after(watch: StepWatch, shape: StepShape, seconds: float) -> bool:
     began = time.monotonic()
-    watch.begin(began, shape)
+    watch.begin_step(began, shape)
     return watch.is_stuck(began + seconds)
 
 
@@ -119,9 +119,9 @@ def test_a_step_that_was_starved_or_compiled_is_no_measure(watch: StepWatch, del
         observe(watch, 100.0, prompt(512))
     delay.grown = 99.9
     now = time.monotonic() + 101
-    watch.observe(now - 100, now, prompt(512))
+    watch.observe_step(now - 100, now, prompt(512))
     delay.grown = 0.0
-    watch.begin(now, prompt(512))
+    watch.begin_step(now, prompt(512))
     assert watch.is_stuck(now + MIN_SECONDS + 1)
 
 
@@ -137,13 +137,13 @@ def test_a_step_is_not_stuck_while_a_program_compiles_kernels(delay: Delay, tmp_
     watch = StepWatch(delay)
     observe(watch, 0.01, answers(1))
     began = time.monotonic()
-    watch.begin(began, answers(1))
+    watch.begin_step(began, answers(1))
     assert watch.is_stuck(began + 100)
     with subprocess.Popen([tmp_path / "ninja", "60"]) as program:
-        wait_until(compilers_run, 20)
+        wait_until(are_compilers_running, 20)
         assert not watch.is_stuck(began + 100)
         program.kill()
-    watch.begin(time.monotonic() + 1, answers(1))
+    watch.begin_step(time.monotonic() + 1, answers(1))
     assert watch.is_stuck(time.monotonic() + 100)
 
 
@@ -152,15 +152,15 @@ def test_a_step_that_compiles_kernels_is_not_stuck(delay: Delay) -> None:
     watch = StepWatch(delay, compiling)
     observe(watch, 0.01, answers(1))
     began = time.monotonic()
-    watch.begin(began, answers(1))
+    watch.begin_step(began, answers(1))
     with compiling:
         assert not watch.is_stuck(began + 100)
     assert not watch.is_stuck(began + 100)
-    watch.begin(time.monotonic() + 1, answers(1))
+    watch.begin_step(time.monotonic() + 1, answers(1))
     assert watch.is_stuck(time.monotonic() + 100)
 
 
 def test_nothing_is_stuck_between_steps(watch: StepWatch) -> None:
-    watch.begin(time.monotonic(), answers(1))
-    watch.end()
+    watch.begin_step(time.monotonic(), answers(1))
+    watch.end_step()
     assert not watch.is_stuck(time.monotonic() + 1000)

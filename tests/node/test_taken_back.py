@@ -30,7 +30,7 @@ class Standstill:
     def __init__(self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
         self._node = cluster.prefill[0].node
         self._monkeypatch = monkeypatch
-        monkeypatch.setattr(self._node.scheduler.prefill, "plan", lambda budget, most: [])
+        monkeypatch.setattr(self._node.scheduler.prefill, "plan_step", lambda budget, most: [])
 
     def end(self) -> None:
         self._monkeypatch.undo()
@@ -67,7 +67,9 @@ def test_a_request_whose_grammar_is_compiled_is_given_back(
 ) -> None:
     wanted: list[Any] = []
     node = cluster.prefill[0].node
-    monkeypatch.setattr(node.core.grammars, "want", lambda *asked: wanted.append(asked))
+    monkeypatch.setattr(
+        node.core.grammars, "request_rules", lambda *asked, **_: wanted.append(asked)
+    )
     grammar = Grammar("regex", "[a-z]+")
     request = cluster.client.generate(range(50), cluster.pair[way], grammar=grammar)
     wait_until(lambda: wanted, 10)
@@ -99,7 +101,7 @@ def test_a_request_is_given_back_to_its_own_proxy_only(
     request = cluster.client.generate(range(50), cluster.pair)
     other = TokenClient(cluster.nodes)
     try:
-        wait_until(lambda: len(cluster.prefill[0].node.rooms) == 1, 10)
+        wait_until(lambda: len(cluster.prefill[0].node.requests) == 1, 10)
         other._rooms[request.room] = request
         other.take_back(request)
         assert answer(request) is False

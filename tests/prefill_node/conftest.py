@@ -28,9 +28,9 @@ def prefill(server: NodeServer) -> Iterator[NodeServer]:
     """Idle and consistent after each test."""
     yield server
     with server.node.core.events.event():
-        server.node.abort(None)
+        server.node.abort_rid(None)
     wait_until(lambda: is_idle(server), 10, server.node.server_info)
-    server.node.check()
+    server.node.check_books()
     assert not server.node.sending._early
     server.node.flush_cache()
 

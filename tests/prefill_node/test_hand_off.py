@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from cluster import is_idle, wait_until
 from decode_peer import DecodePeer
+from free_rules import MakeFreeRules
 from patience import FakePatience
 from prefill_helpers import PROMPT, ask, computed, handled
 from raw_peer import SOON, RawPeer
@@ -29,7 +30,7 @@ from pd.core.messages import (
     Reservation,
     StepOutputs,
 )
-from pd.core.request import RequestState
+from pd.scheduling.request import RequestState
 from pd.transfer.base import TransferState
 
 if TYPE_CHECKING:
@@ -67,8 +68,8 @@ def test_token_1_goes_to_the_proxy_though_nothing_is_reserved(
 ) -> None:
     room = ask(proxy, prefill, decode)
     computed(proxy)
-    wait_until(lambda: prefill.node.queues()["in_flight"] == 1, 5)
-    assert prefill.node.rooms.get(room).outgoing.reservation is None
+    wait_until(lambda: prefill.node.count_queues()["in_flight"] == 1, 5)
+    assert prefill.node.requests.find_request(room).outgoing.reservation is None
 
 
 def test_a_peer_that_reserves_late_is_told_when_the_prompt_is_expected(
@@ -79,7 +80,7 @@ def test_a_peer_that_reserves_late_is_told_when_the_prompt_is_expected(
     computed(proxy)
     assert prefill.node.sending is not None
     with prefill.node.core.events.lock:
-        prefill.node.sending.tell_expected(prefill.node.rooms.get(room), 60.0)
+        prefill.node.sending.tell_expected(prefill.node.requests.find_request(room), 60.0)
     epoch, _ = decode.reserve(room, len(PROMPT))
     expected = decode.receive(PromptExpected)
     assert (expected.room, expected.epoch) == (room, epoch)
@@ -92,10 +93,10 @@ def test_a_peer_is_told_of_a_grammar_once_it_is_compiled_here_too(
     """However often it says that it has it, before the request comes and afterwards."""
     held: list[Any] = []
 
-    def want(grammar: Grammar, done: Any, owner: str = "") -> None:
-        held.append(partial(done, lambda _: None))
+    def want(grammar: Grammar, done: Any, owner: str = "", **_: Any) -> None:
+        held.append(partial(done, MakeFreeRules()))
 
-    monkeypatch.setattr(prefill.node.core.grammars, "want", want)
+    monkeypatch.setattr(prefill.node.core.grammars, "request_rules", want)
     room = b"a grammar's room"
     decode.has_grammar(room)
     handled(decode)
@@ -116,7 +117,7 @@ def test_a_peer_is_told_of_a_grammar_once_it_is_compiled_here_too(
         prefill.node.sending.drop_peer(other.name, "the test is over")
     proxy.send(Abort(to=prefill.instance_id, sender=proxy.name, room=room))
     decode.receive(AbortRoom)
-    wait_until(lambda: room not in prefill.node.rooms, 5)
+    wait_until(lambda: room not in prefill.node.requests, 5)
     decode.has_grammar(room)
     assert decode.receive(AbortRoom).error.kind == "finished"
 
@@ -131,20 +132,20 @@ def test_a_prompt_that_waits_for_the_grammar_of_its_decode_node_gives_up_its_pag
 ) -> None:
     """But not one whose decode node waits for memory alone."""
 
-    def known(grammar: Grammar, done: Any, owner: str = "") -> None:
-        done(lambda _: None)
+    def known(grammar: Grammar, done: Any, owner: str = "", **_: Any) -> None:
+        done(MakeFreeRules())
 
-    monkeypatch.setattr(prefill.node.core.grammars, "want", known)
+    monkeypatch.setattr(prefill.node.core.grammars, "request_rules", known)
     room = b"pages and grammar"[:15] + bytes([has_pages])
     if has_pages:
         decode.has_grammar(room)
         handled(decode)
     ask(proxy, prefill, decode, room=room, params={"grammar": Grammar("regex", "a")})
     computed(proxy)
-    outgoing = prefill.node.rooms.get(room).outgoing
+    outgoing = prefill.node.requests.find_request(room).outgoing
     wait_until(lambda: time.monotonic() > outgoing.computed_at + 1.0, 5)
     assert outgoing.parked != has_pages
-    assert (prefill.node.core.memory.counts()["locked"] > 0) == has_pages
+    assert (prefill.node.core.memory.count_pages()["locked"] > 0) == has_pages
     epoch, receiver = decode.reserve(room, len(PROMPT))
     commit = decode.receive(Commit)
     receiver.commit(commit.num_bytes)
@@ -176,7 +177,7 @@ def test_prompts_that_wait_for_their_decode_node_keep_no_sampling_state(
         outputs = list[Any]()
         while len(outputs) < 8:
             outputs += proxy.receive(StepOutputs).outputs
-    wait_until(lambda: prefill.node.queues()["in_flight"] == 6, 5)
+    wait_until(lambda: prefill.node.count_queues()["in_flight"] == 6, 5)
     wait_until(lambda: gc.collect() >= 0 and len(sampler._penalties._free) >= 8, 5)
     assert len(sampler._penalties._counts) <= 16
 
@@ -248,7 +249,7 @@ def test_a_reservation_of_a_stranger_is_refused(
         stranger.send(Reservation(to=to, sender="stranger", room=room, epoch=1, cached=(0,)))
         refusal = stranger.receive(AbortRoom)
         assert (refusal.epoch, refusal.error.kind) == (1, "handshake")
-    assert prefill.node.rooms.get(room).outgoing.reservation is None
+    assert prefill.node.requests.find_request(room).outgoing.reservation is None
 
 
 @pytest.mark.usefixtures("unstarved")
@@ -351,7 +352,7 @@ def test_only_the_peers_acknowledgement_of_this_epoch_counts(
         handled(other)
         prefill.node.sending.drop_peer(other.name, "the test is over")
     handled(decode)
-    assert prefill.node.rooms.get(room).state is RequestState.SENDING
+    assert prefill.node.requests.find_request(room).state is RequestState.SENDING
     decode.acknowledge(room, epoch)
     wait_until(lambda: is_idle(prefill), 5)
 
@@ -388,7 +389,7 @@ def test_an_abort_of_another_epoch_is_drained_and_changes_nothing(
     decode.receive(Commit)
     decode.give_up(room, epoch + 5)
     assert decode.receive(Drained).epoch == epoch + 5
-    assert prefill.node.rooms.get(room).state is RequestState.SENDING
+    assert prefill.node.requests.find_request(room).state is RequestState.SENDING
     decode.acknowledge(room, epoch)
 
 
@@ -400,7 +401,7 @@ def test_an_abort_of_an_unknown_room_is_drained_at_once_and_remembered(
     assert decode.receive(Drained, SOON).epoch == 3
     ask(proxy, prefill, decode, room=room)
     handled(proxy)
-    assert room not in prefill.node.rooms
+    assert room not in prefill.node.requests
 
 
 def test_an_abort_of_a_stranger_does_nothing(
@@ -420,8 +421,8 @@ def test_an_abort_of_a_stranger_does_nothing(
             stranger.send(message)
         handled(stranger)
         assert not any(isinstance(seen, Drained) for seen in stranger.seen)
-    assert not prefill.node.rooms.get(room).state.terminal
-    assert not prefill.node.rooms.has_tombstone(b"an unknown room.")
+    assert not prefill.node.requests.find_request(room).state.is_terminal
+    assert not prefill.node.requests.has_tombstone(b"an unknown room.")
 
 
 @pytest.mark.parametrize("reserved", [False, True])
@@ -445,7 +446,7 @@ def test_an_abort_waits_until_d_can_hear_it(prefill: NodeServer, proxy: RawPeer)
     with DecodePeer(prefill, "slow to connect", silent=True) as decode:
         room = ask(proxy, prefill, decode)
         proxy.send(Abort(to=prefill.instance_id, sender=proxy.name, room=room))
-        wait_until(lambda: prefill.node.rooms.has_tombstone(room), 5)
+        wait_until(lambda: prefill.node.requests.has_tombstone(room), 5)
         decode.live()
         assert decode.receive(AbortRoom, SOON).room == room
         prefill.node.sending.drop_peer(decode.name, "the test is over")

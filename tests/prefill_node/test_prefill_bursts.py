@@ -57,7 +57,7 @@ def prefill(
             part.layers_done(first, stop)
     if extra_layers:
         recorder.now = (prompt, LAYERS + extra_layers)
-        outgoing.push(prompt)
+        outgoing.push_until(prompt)
     assert outgoing.pushed == prompt
     assert outgoing.partial is None
     return recorder.sent

@@ -29,18 +29,18 @@ def test_a_silent_decode_node_fails_its_requests_and_nothing_else(
         dead = ask(proxy, prefill, silent)
         alive = ask(proxy, prefill, decode)
         silent.reserve(dead, len(PROMPT))
-        wait_until(lambda: {dead, alive} <= {request.room for request in prefill.node.rooms}, 30)
+        wait_until(lambda: {dead, alive} <= {request.room for request in prefill.node.requests}, 30)
 
         def is_dead() -> bool:
             proxy.beat()
             decode.live()
-            return dead not in prefill.node.rooms
+            return dead not in prefill.node.requests
 
         wait_until(is_dead, 30)
         failed = proxy.receive(Failed)
         assert failed.room == dead
         assert "decode node silent failed: no heartbeat" in failed.error.message
-        assert not prefill.node.rooms.get(alive).state.terminal
+        assert not prefill.node.requests.find_request(alive).state.is_terminal
         assert prefill.node.ready
         assert not silent.answers(Drained, 0.2), "only its own disconnect protects its pages now"
         silent.reserve(b"a later room....", 8)
@@ -84,7 +84,7 @@ def test_a_starved_decode_node_may_be_late_to_shake_hands(
     )
     wait_until(lambda: patience.asked, 10)
     time.sleep(0.6)
-    assert room in prefill.node.rooms
+    assert room in prefill.node.requests
     patience.starved = False
     assert "did not shake hands" in proxy.receive(Failed).error.message
     assert patience.asked == {(0.3, None)}
@@ -97,7 +97,7 @@ def test_both_sides_hear_heartbeats(prefill: NodeServer, decode: DecodePeer) -> 
     assert beat.run_delay >= 0.0
     decode.send(PeerHeartbeat(to=prefill.instance_id, sender=decode.name, run_delay=4.0))
     patience = prefill.node.transfers[0].patience
-    wait_until(lambda: patience.total(decode.name) == 4.0, 30)
+    wait_until(lambda: patience.peer_total(decode.name) == 4.0, 30)
 
 
 def test_a_lost_decode_nodes_abort_ends_its_room_without_a_drain(
@@ -106,7 +106,7 @@ def test_a_lost_decode_nodes_abort_ends_its_room_without_a_drain(
     handled(decode)
     prefill.node.sending.drop_peer(decode.name, "the test said so")
     room = ask(proxy, prefill, decode)
-    wait_until(lambda: room in prefill.node.rooms, 30)
+    wait_until(lambda: room in prefill.node.requests, 30)
     decode.give_up(room, 0)
     assert proxy.receive(Failed).room == room
     assert not decode.answers(Drained, 0.2)
@@ -157,7 +157,7 @@ def test_pages_wait_for_a_sender_that_raises_when_its_request_ends(
     decode.receive(Commit)
     asked = []
     with prefill.node.core.events.lock:
-        sender = prefill.node.rooms.get(room).outgoing.sender
+        sender = prefill.node.requests.find_request(room).outgoing.sender
     abort = sender.abort
 
     def abort_and_raise() -> None:
@@ -190,6 +190,6 @@ def test_a_backend_that_cannot_disconnect_keeps_no_request_from_failing(
 
     monkeypatch.setattr(prefill.node.transfers[0], "disconnect", broken)
     room = ask(proxy, prefill, decode)
-    wait_until(lambda: room in prefill.node.rooms, 30)
+    wait_until(lambda: room in prefill.node.requests, 30)
     assert prefill.node.sending.drop_peer(decode.name, "the test said so")
     assert "the test said so" in proxy.receive(Failed).error.message

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from pd.core.request import RequestState
-from pd.core.starvation import Patience
 from pd.prefill_node.outgoing import PromptCost
 from pd.prefill_node.sending import SendingEnd
+from pd.scheduling.request import RequestState
 from pd.scheduling.step import Work
+from pd.util.starvation import Patience
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,7 +52,9 @@ class Prompt(SimpleNamespace):
             finished=False,
             flops_per_byte=pace,
         )
-        self.sequence = SimpleNamespace(request=self, num_computed=0, pages=None, launched=None)
+        self.sequence = SimpleNamespace(
+            request=self, num_computed=0, pages=None, launched_work=None
+        )
 
     def send(self, token_start: int, token_stop: int, layer_start: int, layer_stop: int) -> None:
         assert not self.finished
@@ -105,8 +107,8 @@ class Node:
         model = SimpleNamespace(token_flops=flops, pair_flops=rng.choice([0.0, 0.1]) * flops)
         events = SimpleNamespace(event=threading.RLock, lock=threading.RLock())
         core: Any = SimpleNamespace(
-            engine=SimpleNamespace(layout=layout, model_config=model, beside_steps=self.beside),
-            rooms=SimpleNamespace(fail=never),
+            engine=SimpleNamespace(layout=layout, model_config=model, use_side_stream=self.beside),
+            requests=SimpleNamespace(fail_request=never),
             post=None,
             instance_id="prefill",
             events=events,
@@ -116,7 +118,7 @@ class Node:
         )
         self.sending = SendingEnd(core, transfer, resume=lambda _: None)
         for prompt in self.prompts:
-            self.sending.accept(prompt)
+            self.sending.accept_request(prompt)
         self.waiting = list(self.prompts)
 
     @contextmanager
@@ -145,19 +147,19 @@ class Node:
         works, budget = [], self.budget
         for prompt in self.prompts:
             sequence = prompt.sequence
-            launched = sequence.launched
+            launched = sequence.launched_work
             start = sequence.num_computed if launched is None else launched.stop
             stop = min(len(prompt.prompt), start + budget)
             if prompt.state is RequestState.RUNNING and stop > start:
-                sequence.launched = Work(sequence, start, stop)
-                works.append(sequence.launched)
+                sequence.launched_work = Work(sequence, start, stop)
+                works.append(sequence.launched_work)
                 budget -= stop - start
         for work in works:
-            self.sending.open(work.sequence.request)
+            self.sending.start_sending(work.sequence.request)
         return works
 
     def launch(self, works: list[Work]) -> None:
-        layers_done = self.sending.layer_sender(works)
+        layers_done = self.sending.make_layer_sender(works)
         assert layers_done is not None
         last = [(LAYERS, LAYERS + self.extra)] if self.extra else []
         for first, stop in [*self.rng.choice([EACH, EACH, WHOLE]), *last]:
@@ -172,13 +174,13 @@ class Node:
     def process(self, works: list[Work]) -> None:
         for work in works:
             sequence = work.sequence
-            if sequence.launched is work:
-                sequence.launched = None
+            if sequence.launched_work is work:
+                sequence.launched_work = None
             sequence.num_computed = work.stop
             if work.stop < len(sequence.request.prompt):
-                self.sending.chunk_computed(work)
+                self.sending.on_chunk_computed(work)
             else:
-                self.sending.prompt_computed(sequence.request)
+                self.sending.on_prompt_computed(sequence.request)
         self.tick()
 
     def run(self) -> None:

@@ -31,7 +31,7 @@ def serve(prefill: NodeServer, decode: DecodePeer, proxy: RawPeer) -> None:
     def finished() -> bool:
         proxy.beat()
         decode.live()
-        return room not in prefill.node.rooms
+        return room not in prefill.node.requests
 
     wait_until(finished, 5)
 
@@ -57,9 +57,9 @@ def test_pages_of_a_lost_peer_stay_locked_while_it_comes_back_and_works(
     monkeypatch.setattr(prefill.node.transfers[0], "sender", make)
 
     def held() -> list[int]:
-        prefill.node.check()
+        prefill.node.check_books()
         with prefill.node.core.events.lock:
-            return prefill.node.rooms.get(room).sequence.pages.tolist()
+            return prefill.node.requests.find_request(room).sequence.pages.tolist()
 
     before = held()
     assert len(before) == -(-len(PROMPT) // 4)
@@ -73,4 +73,4 @@ def test_pages_of_a_lost_peer_stay_locked_while_it_comes_back_and_works(
     assert held() == before
     assert prefill.node.ready
     drained.set()
-    wait_until(lambda: room not in prefill.node.rooms, 2)
+    wait_until(lambda: room not in prefill.node.requests, 2)

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+# Tests of one room also use helpers of the API's and the text room's tests.
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path += [str(Path(__file__).parent / room) for room in ("api", "text")]
 
 from certificates import Authority, CertificateFiles
 from proxy_cluster import Cluster

@@ -6,7 +6,7 @@ from typing import Any
 
 from pd.core.node_load import NodeLoad
 from pd.core.step_cost import StepCost
-from pd.proxy.node_handle import Endpoints, NodeHandle, Pages, ServerInfo
+from pd.proxy.nodes.node_handle import Endpoints, NodeHandle, Pages, ServerInfo
 
 # 40,000 prompt tokens a second, and 6 ms for a step of 20 streams.
 COST = StepCost(base=5e-3, mixed=1e-3, middle=2.5e-5, rest=2.5e-5, stream=5e-5)
@@ -26,7 +26,7 @@ def handle(role: Any, name: str, **load: Any) -> NodeHandle:
         pages=Pages(50_000),
         elastic=True,
     )
-    made.alive = made.accepting = True
+    made.is_alive = made.is_accepting = True
     report(made, **load)
     return made
 
@@ -34,4 +34,4 @@ def handle(role: Any, name: str, **load: Any) -> NodeHandle:
 def report(node: NodeHandle, **load: Any) -> None:
     fields = {"cost": COST, "itl": ITL, "free_tokens": 200_000, "chunk": 8192} | load
     fields.setdefault("answering", fields.get("streams", 0))
-    node.load.heard(NodeLoad(**fields), node.load.beat())
+    node.load.take_report(NodeLoad(**fields), node.load.mark_heartbeat())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +12,8 @@ from fake_node import wait_until
 from proxy_cluster import wait_for_all
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import httpx
     from fake_node import FakeNode
     from proxy_cluster import Cluster
@@ -113,3 +116,32 @@ def ids_of(request: Generate) -> list[int]:
 
 def problem_of(client: httpx.Client, node: FakeNode) -> str:
     return next(w["problem"] or "" for w in worker_entries(client) if w["url"] == node.url)
+
+
+def post_to_pairs(
+    client: httpx.Client,
+    cluster: Cluster,
+    body: dict[str, Any],
+    finish: Callable[[FakeNode, FakeNode, Generate], None],
+    done: set[bytes],
+) -> None:
+    """Post a request. ``finish`` is called with the prefill node, which has replied, the decode
+    node and the request, once for each room that is not in ``done``."""
+    thread = threading.Thread(target=client.post, args=("/generate",), kwargs={"json": body})
+    thread.start()
+    while thread.is_alive():
+        for decode in cluster.decode:
+            for request in [r for r in decode.generates if r.room not in done]:
+                prefill = next(p for p in cluster.prefill if p.instance_id == request.peer)
+                if all(r.room != request.room for r in prefill.generates):
+                    continue
+                done.add(request.room)
+                prefill.reply(request)
+                finish(prefill, decode, request)
+        time.sleep(0.002)
+
+
+def assert_only_problem(client: httpx.Client, cluster: Cluster, bad: FakeNode) -> None:
+    """The other three nodes of two pairs have no problem."""
+    others = [node for node in (*cluster.prefill, *cluster.decode) if node is not bad]
+    assert [problem_of(client, node) for node in others] == ["", "", ""]

@@ -16,12 +16,6 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
-from pd.core.cluster_key import (
-    admin_key,
-    curve_client_keypair,
-    curve_server_keypair,
-    server_info_key,
-)
 from pd.core.messages import (
     Abort,
     AnyMessage,
@@ -41,13 +35,19 @@ from pd.core.messages import (
     TakeBack,
     TakenBack,
     TokenLogprobs,
-    counts,
-    decode,
-    encode,
+    decode_message,
+    encode_message,
     heartbeat_owner,
+    is_counted,
 )
-from pd.core.numbering import Sent
-from pd.core.signed_requests import NONCE_HEADER, SIGNATURE_HEADER, RequestVerifier, sign_reply
+from pd.net.cluster_key import (
+    derive_admin_key,
+    derive_client_keypair,
+    derive_server_info_key,
+    derive_server_keypair,
+)
+from pd.net.signed_requests import NONCE_HEADER, SIGNATURE_HEADER, RequestVerifier, sign_reply
+from pd.util.numbering import SentNumbers
 
 if TYPE_CHECKING:
     from email.message import Message as EmailMessage
@@ -91,7 +91,7 @@ class FakeNode:
     ):
         self.role = role
         self.cluster_key = cluster_key
-        key = admin_key(cluster_key)
+        key = derive_admin_key(cluster_key)
         self.verifier = None if key is None else RequestVerifier(key)
         self.answer = answer
         self.auto = auto
@@ -119,7 +119,7 @@ class FakeNode:
         self.heartbeats: dict[str, int] = {}
         self.longest_silence = 0.0
         self._heard: float | None = None
-        self._numbers: dict[str, Sent] = {}
+        self._numbers: dict[str, SentNumbers] = {}
         self.losses = 0
         self.linked: list[str] | None = None
         self.meet: dict[str, str] = {}
@@ -139,7 +139,7 @@ class FakeNode:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                key = server_info_key(node.cluster_key)
+                key = derive_server_info_key(node.cluster_key)
                 self._reply(node.server_info(), key, self.headers.get(NONCE_HEADER))
 
             def do_POST(self) -> None:
@@ -147,13 +147,13 @@ class FakeNode:
                 given = self.headers.get("Authorization", "")
                 nonce = None
                 if node.verifier is not None:
-                    nonce, reason = node.verifier.verify(
+                    nonce, reason = node.verifier.verify_request(
                         given, "POST", self.path, node.instance_id, b""
                     )
                     if reason:
                         self.send_error(401, reason)
                         return
-                self._reply({}, admin_key(node.cluster_key), nonce)
+                self._reply({}, derive_admin_key(node.cluster_key), nonce)
 
             def _reply(self, value: Any, key: bytes | None, nonce: str | None) -> None:
                 body = json.dumps(value).encode()
@@ -184,8 +184,8 @@ class FakeNode:
         """CURVE as the real nodes have it: only who has the clients' key pair may talk."""
         if self.cluster_key is None:
             return
-        theirs, _ = curve_client_keypair(self.cluster_key)
-        public, secret = curve_server_keypair(self.cluster_key, self.instance_id)
+        theirs, _ = derive_client_keypair(self.cluster_key)
+        public, secret = derive_server_keypair(self.cluster_key, self.instance_id)
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback("*", _Only(z85.decode(theirs)))
@@ -310,8 +310,8 @@ class FakeNode:
 
     def number(self, proxy: str, message: Message) -> bytes:
         """Call it for a message that is then not sent: a reset of the connection lost it."""
-        sent = self._numbers.setdefault(proxy, Sent())
-        return sent.number(counts=counts(message))
+        sent = self._numbers.setdefault(proxy, SentNumbers())
+        return sent.number_message(counts=is_counted(message))
 
     def send_raw(self, proxy: str, frame: bytes) -> None:
         self._outbox.put((proxy, frame))
@@ -380,14 +380,14 @@ class FakeNode:
         while not self._stop.is_set():
             if self._router.poll(3):
                 identity, *_, frame = self._router.recv_multipart()
-                self._receive(identity.decode(), decode(frame))
+                self._receive(identity.decode(), decode_message(frame))
             while not self._outbox.empty():
                 proxy, message = self._outbox.get()
                 if isinstance(message, bytes):
                     self._router.send_multipart([proxy.encode(), message])
                     continue
                 number = self.number(proxy, message)
-                self._router.send_multipart([proxy.encode(), number, encode(message)])
+                self._router.send_multipart([proxy.encode(), number, encode_message(message)])
 
     def _receive(self, proxy: str, message: AnyMessage) -> None:
         if message.to not in ("", self.instance_id):

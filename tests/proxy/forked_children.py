@@ -64,7 +64,7 @@ class ForkedChild:
 
 def _constants() -> dict[str, dict[str, Any]]:
     """Numbers, and limits on connections, that modules of the proxy have as constants."""
-    from pd.core.connections import ConnectionLimits
+    from pd.net.connection_limits import ConnectionLimits
 
     return {
         module: {
@@ -78,10 +78,10 @@ def _constants() -> dict[str, dict[str, Any]]:
 
 
 def _serve(descriptors: list[int], rest: list[str], constants: dict[str, dict[str, Any]]) -> None:
-    """Do what ``python -m pd.proxy.processes.child`` does."""
+    """Do what ``python -m pd.proxy.workers.child`` does."""
     # The server ignores modules that it cannot import: everything would just be slow.
     assert "preloaded_child" in sys.modules, "preloaded_child.py could not be imported"
-    from pd.proxy.processes import child
+    from pd.proxy.workers import child
 
     for module, values in constants.items():
         if module in sys.modules:
@@ -99,6 +99,6 @@ def fork_children() -> Iterator[None]:
         forkserver.ensure_running()
     with pytest.MonkeyPatch.context() as patch:
         forking = SimpleNamespace(Popen=ForkedChild, DEVNULL=subprocess.DEVNULL)
-        patch.setattr("pd.proxy.processes.process.subprocess", forking)
+        patch.setattr("pd.proxy.workers.process.subprocess", forking)
         yield
     forkserver._forkserver._stop()  # waits, so that what it and its children took is counted

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from pd.core.messages import PrefixEvents
-from pd.proxy.prefix_tree import PrefixTree
-from pd.proxy.reported_prefixes import ReportedPrefixes
+from pd.proxy.nodes.prefix_tree import PrefixTree
+from pd.proxy.nodes.reported_prefixes import ReportedPrefixes
 from pd.radix import RadixCache
 from pd.radix.prefix_log import PrefixLog
 
@@ -31,7 +31,7 @@ class ReportingCache:
     def __init__(self, pages: int, known: ReportedPrefixes) -> None:
         self.radix = RadixCache(PAGE)
         self.log = PrefixLog()
-        self.radix.listen(self.log)
+        self.radix.add_listener(self.log)
         self.pages, self.known = pages, known
         self.number = 0
         self.snapshot()
@@ -39,21 +39,21 @@ class ReportingCache:
     def use(self, prompt: npt.NDArray[np.int32], namespace: str = "") -> int:
         """Compute a prompt; returns the tokens of it that were cached."""
         limit = (len(prompt) - 1) // PAGE * PAGE
-        found = self.radix.match(prompt, namespace, max_tokens=limit)
+        found = self.radix.match_prefix(prompt, namespace, max_tokens=limit)
         self.radix.lock(found.handle)
         count = len(prompt) // PAGE
         used = self.radix.evictable_pages + self.radix.locked_pages
         excess = used + count - len(found.pages) - self.pages
         if excess > 0:
-            self.radix.evict(excess)
+            self.radix.evict_pages(excess)
         ids = np.zeros(count, dtype=np.int32)
-        self.radix.insert(prompt[: count * PAGE], ids, namespace)
+        self.radix.insert_prefix(prompt[: count * PAGE], ids, namespace)
         self.radix.unlock(found.handle)
         return len(found.pages) * PAGE
 
     def report(self) -> PrefixEvents | None:
         """The changes since the last report."""
-        changes = self.log.take()
+        changes = self.log.take_changes()
         if changes is None:
             return None
         self.number += 1
@@ -61,7 +61,7 @@ class ReportingCache:
 
     def snapshot(self) -> None:
         self.report()
-        self.known.apply(events(self.number, stored=self.radix.hashes(), snapshot=True))
+        self.known.apply_events(events(self.number, stored=self.radix.join_hashes(), snapshot=True))
 
 
 def events(number: int, **fields: Any) -> PrefixEvents:
@@ -120,10 +120,13 @@ def predict(requests: int, seed: int) -> Shares:
         ours = rng.random() < 0.5
         prompt = (talk if ours else foreign).turn()
         usable = (len(prompt) - 1) // PAGE * PAGE
-        expected = min(known.match(prompt, ""), usable), min(guess.match(prompt, ""), usable)
+        expected = (
+            min(known.count_cached(prompt, ""), usable),
+            min(guess.count_cached(prompt, ""), usable),
+        )
         if ours:
-            known.insert(prompt, "")
-            guess.insert(prompt, "")
+            known.add_tokens(prompt, "")
+            guess.add_tokens(prompt, "")
         found = node.use(prompt)
         cached, total = cached + found, total + len(prompt)
         if ours:
@@ -131,5 +134,5 @@ def predict(requests: int, seed: int) -> Shares:
             by_reports += expected[0] == found
             by_guess += expected[1] == found
         if number % 2 and (report := node.report()) is not None:
-            known.apply(report)
+            known.apply_events(report)
     return Shares(by_reports / asked, by_guess / asked, cached / total)

@@ -13,7 +13,7 @@ import fields_of_routes
 from forked_commands import SERVER_MODULES
 
 # What a process runs is sent to it as a function of forked_children.py, which imports pytest.
-for name in ("pd.proxy.processes.child", "forked_children", *SERVER_MODULES):
+for name in ("pd.proxy.workers.child", "forked_children", *SERVER_MODULES):
     importlib.import_module(name)
 # As in tests/conftest.py.
 ssl.create_default_context = functools.cache(ssl.create_default_context)

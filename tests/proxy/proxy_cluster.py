@@ -11,10 +11,10 @@ import httpx
 from fake_node import FakeNode, wait_until
 from two_processes import PROCESSES
 
-from pd.proxy.actions import ListWorkers
 from pd.proxy.config import ProxyConfig
-from pd.proxy.processes.parent import ProxyProcesses
 from pd.proxy.server import Proxy, ProxyThread
+from pd.proxy.workers.actions import ListWorkers
+from pd.proxy.workers.parent import ProxyProcesses
 
 if TYPE_CHECKING:
     from contextlib import ExitStack
@@ -73,11 +73,13 @@ def nodes_known(proxy: ProxyThread) -> list[list[Any]]:
     """The entries of ``GET /workers``, as each process of the proxy has them."""
     served: Any = proxy.proxy
     if isinstance(served, Proxy):
-        return [served.performer.perform(ListWorkers())]  # type: ignore[list-item]
+        return [served.performer.perform_action(ListWorkers())]  # type: ignore[list-item]
 
     async def ask() -> list[Any]:
         children = [child for child in served.children if child is not None and child.serves]
-        return await asyncio.gather(*(child.perform(ListWorkers(), 5.0) for child in children))
+        return await asyncio.gather(
+            *(child.perform_action(ListWorkers(), 5.0) for child in children)
+        )
 
     return [outcome.value for outcome in proxy.run(ask()) if outcome is not None]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pd.radix import InsertResult, IntArray, MatchResult, RadixCache, TreeNode
+from pd.radix import InsertResult, IntArray, MatchResult, RadixCache, TreeNode, check_invariants
 
 Prefix = tuple[str, tuple[int, ...]]  # a namespace and whole pages of tokens
 
@@ -25,6 +25,7 @@ class Page:
     priority: int
     hits: int = 0
     locks: int = 0
+    leases: int = 0
 
 
 class Model:
@@ -69,6 +70,13 @@ class Model:
         for prefix in self.prefixes(*handle):
             self.pages[prefix].locks += count
 
+    def lease(self, handle: Prefix) -> list[Page]:
+        """Return the pages, because a page that is evicted and comes again is not leased."""
+        pages = [self.pages[prefix] for prefix in self.prefixes(*handle)]
+        for page in pages:
+            page.leases += 1
+        return pages
+
     def evict(self, num_pages: int) -> list[int]:
         freed = []
         while len(freed) < num_pages and (victim := self.victim()) is not None:
@@ -83,8 +91,13 @@ class Model:
         if self.policy == "slru":
             protected = sum(page.hits > 0 for page in self.pages.values())
             if protected > PROTECTED_SHARE * len(self.pages):
-                tails = [p for p in tails if self.pages[p].hits] or tails
-        return min(tails, key=lambda p: self.rank(self.pages[p]), default=None)
+                hit = [p for p in tails if self.pages[p].hits and not self.pages[p].leases]
+                tails = hit or tails
+        return min(
+            tails,
+            key=lambda p: (self.pages[p].leases > 0, self.rank(self.pages[p])),
+            default=None,
+        )
 
     def rank(self, page: Page) -> Any:
         return {
@@ -110,13 +123,14 @@ class Rehearsal:
         self.model = Model(page_size, policy)
         self.handles: list[tuple[TreeNode, Prefix]] = []  # valid until the next eviction
         self.locked: list[tuple[TreeNode, Prefix]] = []
+        self.leases: list[tuple[int, list[Page]]] = []
         self.num_made = self.num_inserts = 0
         self.given_back: list[int] = []
 
     def match(self, namespace: str, tokens: tuple[int, ...], max_tokens: int | None) -> MatchResult:
         usable = tokens if max_tokens is None else tokens[: max(max_tokens, 0)]
         expected = self.model.match(namespace, usable)
-        result = self.cache.match(as_array(tokens), namespace, max_tokens=max_tokens)
+        result = self.cache.match_prefix(as_array(tokens), namespace, max_tokens=max_tokens)
         assert result.pages.tolist() == expected
         assert result.num_pages == len(expected)
         self.remember(result.handle, namespace, tokens, len(expected))
@@ -125,9 +139,11 @@ class Rehearsal:
     def peek(self, namespace: str, tokens: tuple[int, ...], max_tokens: int | None) -> None:
         usable = tokens if max_tokens is None else tokens[: max(max_tokens, 0)]
         expected = len(self.model.cached(namespace, usable)) * self.model.page_size
-        assert self.cache.peek(as_array(tokens), namespace, max_tokens=max_tokens) == expected
+        assert (
+            self.cache.count_cached(as_array(tokens), namespace, max_tokens=max_tokens) == expected
+        )
         if max_tokens is None:
-            assert self.cache.peek_memory(as_array(tokens).tobytes(), namespace) == expected
+            assert self.cache.count_cached_memory(as_array(tokens).tobytes(), namespace) == expected
         self.compare()
 
     def insert(self, namespace: str, tokens: tuple[int, ...], priority: int) -> InsertResult:
@@ -139,7 +155,7 @@ class Rehearsal:
         page_ids = list(range(self.num_made, self.num_made + count))
         self.num_made += count
         existing = self.model.insert(namespace, tokens, page_ids, priority)
-        result = self.cache.insert(
+        result = self.cache.insert_prefix(
             as_array(tokens), as_array(page_ids), namespace, priority=priority, data=data
         )
         assert result.existing_pages == existing
@@ -165,12 +181,26 @@ class Rehearsal:
             self.model.lock(prefix, -1)
             self.compare()
 
+    def lease(self, index: int) -> None:
+        if self.handles:
+            handle, prefix = self.handles[index % len(self.handles)]
+            self.leases.append((self.cache.lease_prefix(handle), self.model.lease(prefix)))
+            self.compare()
+
+    def end_lease(self, index: int) -> None:
+        if self.leases:
+            number, pages = self.leases.pop(index % len(self.leases))
+            self.cache.end_lease(number)
+            for page in pages:
+                page.leases -= 1
+            self.compare()
+
     def evict(self, num_pages: int) -> None:
         # Slru weighs its segments anew for every leaf, the model for every page: go by pages.
         step = 1 if self.model.policy == "slru" else num_pages
         for _ in range(0, num_pages, max(step, 1)):
             expected = self.model.evict(step)
-            freed = self.cache.evict(step).tolist()
+            freed = self.cache.evict_pages(step).tolist()
             assert sorted(freed) == sorted(expected)
             self.given_back += freed
         self.forget_unlocked()
@@ -193,10 +223,12 @@ class Rehearsal:
         self.compare()
 
     def compare(self) -> None:
-        self.cache.check()
-        cached = self.cache.pages().tolist()
+        check_invariants(self.cache)
+        cached = self.cache.list_pages().tolist()
         assert sorted(cached) == sorted(page.page_id for page in self.model.pages.values())
         assert self.cache.locked_pages == self.model.locked_pages()
+        leased = sum(page.leases > 0 for page in self.model.pages.values())
+        assert self.cache.leased_pages == leased
         assert self.cache.evictable_pages == len(cached) - self.model.locked_pages()
         assert sorted(cached + self.given_back) == list(range(self.num_made)), "a page got lost"
 

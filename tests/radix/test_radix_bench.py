@@ -30,7 +30,7 @@ def bench(*flags: str) -> int:
 
 
 def test_expands_hash_ids_to_distinct_blocks_and_cuts_the_last(trace: Path) -> None:
-    first, second, third = radix.expand(trace)
+    first, second, third = radix.load_prompts(trace)
     assert [len(first), len(second), len(third)] == [1100, 1024, 1040]
     assert first[:1024].tolist() == third[:1024].tolist()
     assert len({*first.tolist(), *second.tolist(), *third.tolist()}) == 1100 + 1024 + 16
@@ -40,11 +40,11 @@ def test_expands_ids_of_any_size_and_leaves_torn_lines_out(
     trace: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     large = [{**row, "hash_ids": [(1 << 53) - 1 - i for i in row["hash_ids"]]} for row in TRACE]
-    small = radix.expand(trace)
+    small = radix.load_prompts(trace)
     lines = [json.dumps(row) for row in large]
     trace.write_text("\n".join([lines[0], lines[0][:20], *lines[1:], ""]))
-    assert [prompt.tolist() for prompt in radix.expand(trace)] == [p.tolist() for p in small]
-    assert "1 line is no JSON and left out, line 2 first" in caplog.text
+    assert [prompt.tolist() for prompt in radix.load_prompts(trace)] == [p.tolist() for p in small]
+    assert "1 line is not JSON and skipped, line 2 first" in caplog.text
 
 
 def test_writes_every_result_with_command_commit_machine_and_date(

@@ -6,23 +6,23 @@ import numpy as np
 import pytest
 from radix_model import as_array
 
-from pd.radix import RadixCache, TreeNode
+from pd.radix import RadixCache, TreeNode, check_invariants
 
 
 def a_cache() -> RadixCache:
     """A prefix of one page with two leaves, the left one locked."""
     cache = RadixCache(2)
-    cache.insert(as_array([1, 2, 3, 4]), as_array([0, 1]))
-    cache.insert(as_array([1, 2, 5, 6]), as_array([0, 2]))
-    cache.lock(cache.match(as_array([1, 2, 3, 4])).handle)
+    cache.insert_prefix(as_array([1, 2, 3, 4]), as_array([0, 1]))
+    cache.insert_prefix(as_array([1, 2, 5, 6]), as_array([0, 2]))
+    cache.lock(cache.match_prefix(as_array([1, 2, 3, 4])).handle)
     return cache
 
 
 def nodes_by_name(cache: RadixCache) -> dict[str, TreeNode]:
     return {
-        "prefix": cache.match(as_array([1, 2])).handle,
-        "left": cache.match(as_array([1, 2, 3, 4])).handle,
-        "right": cache.match(as_array([1, 2, 5, 6])).handle,
+        "prefix": cache.match_prefix(as_array([1, 2])).handle,
+        "left": cache.match_prefix(as_array([1, 2, 3, 4])).handle,
+        "right": cache.match_prefix(as_array([1, 2, 5, 6])).handle,
     }
 
 
@@ -71,11 +71,11 @@ def miscounted_hits(cache: RadixCache, nodes: dict[str, TreeNode]) -> None:
 
 
 def leaf_missing_in_order(cache: RadixCache, nodes: dict[str, TreeNode]) -> None:
-    cache._dequeue(nodes["right"])
+    cache._dequeue_leaf(nodes["right"])
 
 
 def locked_leaf_in_order(cache: RadixCache, nodes: dict[str, TreeNode]) -> None:
-    cache._order.add(1, nodes["left"])
+    cache._order.add_leaf(1, nodes["left"])
 
 
 def outdated_key(cache: RadixCache, nodes: dict[str, TreeNode]) -> None:
@@ -113,15 +113,15 @@ def wide_pages(cache: RadixCache, nodes: dict[str, TreeNode]) -> None:
 def test_finds(damage: Callable[[RadixCache, dict[str, TreeNode]], None], problem: str) -> None:
     cache = a_cache()
     nodes = nodes_by_name(cache)
-    cache.check()
+    check_invariants(cache)
     damage(cache, nodes)
     with pytest.raises(AssertionError, match=problem):
-        cache.check()
+        check_invariants(cache)
 
 
 def test_allows_repeated_page_ids_where_they_mean_nothing() -> None:
     cache = RadixCache(1)
-    cache.insert(as_array([1, 2, 3]), as_array([0, 0, 0]))
-    cache.check(unique_pages=False)
+    cache.insert_prefix(as_array([1, 2, 3]), as_array([0, 0, 0]))
+    check_invariants(cache, unique_pages=False)
     with pytest.raises(AssertionError, match="held more than once"):
-        cache.check(unique_pages=True)
+        check_invariants(cache, unique_pages=True)

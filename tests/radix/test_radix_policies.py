@@ -3,7 +3,7 @@
 import pytest
 from radix_model import as_array
 
-from pd.radix import EVICTION_POLICIES, RadixCache
+from pd.radix import EVICTION_POLICIES, RadixCache, check_invariants
 
 
 class Letters:
@@ -14,18 +14,20 @@ class Letters:
 
     def insert(self, *words: str, priority: int = 0) -> None:
         for word in words:
-            self.cache.insert(as_array(codes(word)), as_array(codes(word)), priority=priority)
+            self.cache.insert_prefix(
+                as_array(codes(word)), as_array(codes(word)), priority=priority
+            )
 
     def match(self, *words: str) -> None:
         for word in words:
-            assert self.cache.match(as_array(codes(word))).num_pages == len(word)
+            assert self.cache.match_prefix(as_array(codes(word))).num_pages == len(word)
 
     def evict_all(self) -> str:
         """All unlocked letters in the order in which they go."""
         order = ""
-        while len(freed := self.cache.evict(1)):
+        while len(freed := self.cache.evict_pages(1)):
             order += chr(freed[0])
-            self.cache.check()
+            check_invariants(self.cache)
         return order
 
 
@@ -73,7 +75,7 @@ def test_fifo_evicts_in_the_order_of_creation_whatever_is_used() -> None:
 def test_fifo_forgets_no_place_through_a_lock() -> None:
     letters = Letters("fifo")
     letters.insert("a", "b")
-    handle = letters.cache.match(as_array(codes("a"))).handle
+    handle = letters.cache.match_prefix(as_array(codes("a"))).handle
     letters.cache.lock(handle)
     letters.cache.unlock(handle)
     assert letters.evict_all() == "ab"
@@ -132,7 +134,7 @@ def test_a_prefix_never_goes_before_what_continues_it(policy: str) -> None:
 def test_a_locked_page_stays_while_everything_else_goes(policy: str) -> None:
     letters = Letters(policy)
     letters.insert("a", "pq", "pr", "b")
-    letters.cache.lock(letters.cache.match(as_array(codes("pq"))).handle)
+    letters.cache.lock(letters.cache.match_prefix(as_array(codes("pq"))).handle)
     assert sorted(letters.evict_all()) == ["a", "b", "r"]
     letters.match("pq")
 

@@ -12,6 +12,16 @@ from pd.radix import EVICTION_POLICIES
 
 NAMESPACES = ("", "a", "tenant")
 PAGE_SIZES = (1, 2, 4, 16)
+# How often the long run does each of them.
+OPERATIONS = {
+    "match": 6,
+    "insert": 5,
+    "lock": 3,
+    "unlock": 3,
+    "lease": 2,
+    "end_lease": 2,
+    "evict": 2,
+}
 
 namespaces = st.sampled_from(NAMESPACES)
 words = st.text("xyz", max_size=7)
@@ -47,6 +57,16 @@ class AnyInterleaving(RuleBasedStateMachine):
     def unlock(self, index: int) -> None:
         self.both.unlock(index)
 
+    @precondition(lambda self: self.both.handles)
+    @rule(index=indices)
+    def lease(self, index: int) -> None:
+        self.both.lease(index)
+
+    @precondition(lambda self: self.both.leases)
+    @rule(index=indices)
+    def end_lease(self, index: int) -> None:
+        self.both.end_lease(index)
+
     @rule(num_pages=st.integers(0, 12))
     def evict(self, num_pages: int) -> None:
         self.both.evict(num_pages)
@@ -74,7 +94,7 @@ def test_long_run_agrees_with_the_model_and_gives_every_page_back(
         word = "".join(rng.choices("xyz", weights=(6, 3, 1), k=rng.randrange(10)))
         tokens = tokens_of(page_size, word, rng.randrange(page_size))
         limit = rng.choice((None, None, rng.randrange(6 * page_size)))
-        match rng.choices(("match", "insert", "lock", "unlock", "evict"), (6, 5, 3, 3, 2))[0]:
+        match rng.choices(list(OPERATIONS), list(OPERATIONS.values()))[0]:
             case "match":
                 both.match(namespace, tokens, limit)
             case "insert":
@@ -83,9 +103,15 @@ def test_long_run_agrees_with_the_model_and_gives_every_page_back(
                 both.lock(rng.randrange(1000))
             case "unlock":
                 both.unlock(rng.randrange(1000))
+            case "lease":
+                both.lease(rng.randrange(1000))
+            case "end_lease":
+                both.end_lease(rng.randrange(1000))
             case "evict":
                 both.evict(rng.randrange(8))
     while both.locked:
         both.unlock(0)
     both.clear()
+    while both.leases:
+        both.end_lease(0)
     assert sorted(both.given_back) == list(range(both.num_made))

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 from requests_for_tests import make_request
 
 from pd.core.messages import FirstToken
-from pd.core.request import RequestState
 from pd.engine.page_allocator import PageState
 from pd.radix import RadixCache
 from pd.scheduling.decode import DecodeScheduler
 from pd.scheduling.memory import Memory
 from pd.scheduling.metrics import RequestMetrics
+from pd.scheduling.request import RequestState
 
 if TYPE_CHECKING:
-    from pd.core.request import Request, Sequence
+    from pd.scheduling.request import Request, Sequence
 
 TOKEN = 7
 
@@ -37,9 +37,9 @@ class DecodeBench:
         self.ended: list[Request] = []
         self.batches: list[int] = []
         self._names = itertools.count(100)
-        pool = SimpleNamespace(page_bytes=lambda layout: 1)
+        pool = SimpleNamespace(count_page_bytes=lambda layout: 1)
         model = SimpleNamespace(eos_token_ids=(), vocab_size=1 << 20)
-        saved = SimpleNamespace(restore=lambda pages, first: None)
+        saved = SimpleNamespace(restore_pages=lambda pages, first: None)
         core: Any = SimpleNamespace(
             memory=self.memory,
             engine=SimpleNamespace(
@@ -52,7 +52,7 @@ class DecodeBench:
                 speculative_num_draft_tokens=4,
             ),
             metrics=RequestMetrics(),
-            rooms=SimpleNamespace(emit=lambda *_: None, finish=self._finish),
+            requests=SimpleNamespace(emit_output=lambda *_: None, finish_request=self._finish),
             fail_choice=None,
             drafter=None,
             draft_lengths=None,
@@ -68,22 +68,22 @@ class DecodeBench:
         params = {"max_tokens": max_tokens}
         request = make_request([next(self._names)] * prompt_len, params=params)
         sequence = request.sequence
-        assert self.memory.grow(sequence, prompt_len, PageState.RESERVED)
+        assert self.memory.grow_pages(sequence, prompt_len, PageState.RESERVED)
         self.memory.own_reserved(sequence)
         sequence.num_computed = prompt_len
-        self.memory.cache(sequence)
-        self.scheduler.add(request, [FirstToken(0, TOKEN)], repeat=False)
+        self.memory.cache_tokens(sequence)
+        self.scheduler.add_request(request, [FirstToken(0, TOKEN)], repeat=False)
         self.requests.append(request)
         return sequence
 
     def step(self) -> int:
         """Plan a step, as if it had been computed at once; returns the size of the batch."""
-        works = self.scheduler.plan()
+        works = self.scheduler.plan_step()
         for work in works:
             token = SimpleNamespace(error=None, token_id=TOKEN, logprobs=None)
             work.sampled = [token for _ in work.samples]
-        self.scheduler.process(works)
-        self.memory.check([s for r in self.requests for s in r.sequences], [])
+        self.scheduler.process_step(works)
+        self.memory.check_owners([s for r in self.requests for s in r.sequences], [])
         self.batches.append(len(works))
         return len(works)
 

@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Any
 from requests_for_tests import make_request
 
 from pd.core.config import NodeConfig
-from pd.core.request import RequestState
 from pd.radix import RadixCache
+from pd.scheduling.admission_policy import AdmissionPolicy
 from pd.scheduling.memory import Memory
 from pd.scheduling.prefill import PrefillScheduler
+from pd.scheduling.request import RequestState
 from pd.scheduling.waiting_queue import WaitingQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from pd.core.request import Request
+    from pd.scheduling.request import Request
     from pd.scheduling.step import Work
 
 
@@ -52,8 +53,11 @@ class PrefillBench:
         model = SimpleNamespace(eos_token_ids=(), vocab_size=1 << 30)
         self.memory = Memory(pages, page_size, RadixCache(page_size))
         engine: Any = SimpleNamespace(model_config=model)
-        waiting = WaitingQueue.of(config, self.memory.radix)
-        self.scheduler = PrefillScheduler(engine, self.memory, waiting, will_leave=will_leave)
+        waiting = WaitingQueue.from_config(config, self.memory.radix)
+        self.sending: Any = SimpleNamespace(will_leave=will_leave, park_prompts=lambda pages: None)
+        sending = None if will_leave is None else self.sending
+        admission = AdmissionPolicy(self.memory, sending=sending)
+        self.scheduler = PrefillScheduler(engine, self.memory, waiting, admission)
         self.budget, self.max_running, self.keep = budget, max_running, keep
         self.admitted: list[Request] = []
         self.computed: list[Request] = []
@@ -62,30 +66,30 @@ class PrefillBench:
     def add(self, tokens: Iterable[int], **fields: Any) -> Request:
         request = make_request(list(tokens), **fields)
         request.state = RequestState.WAITING
-        self.scheduler.waiting.add(request)
+        self.scheduler.waiting.add_request(request)
         return request
 
     def cache(self, tokens: Iterable[int]) -> None:
         """As if a request with these tokens had been here."""
         tokens = list(tokens)
         sequence = make_request(tokens).sequence
-        assert self.memory.grow(sequence, len(tokens))
+        assert self.memory.grow_pages(sequence, len(tokens))
         sequence.num_computed = len(tokens)
-        self.memory.cache(sequence)
-        self.memory.release(sequence)
+        self.memory.cache_tokens(sequence)
+        self.memory.release_pages(sequence)
 
     def step(self) -> list[Work]:
         """Plan a step, as if it had been computed at once."""
         before = list(self.scheduler.running)
-        works = self.scheduler.plan(self.budget, self.max_running)
+        works = self.scheduler.plan_step(self.budget, self.max_running)
         self.admitted += [r for r in self.scheduler.running if r not in before]
         self.computed_tokens += sum(work.stop - work.start for work in works)
-        for work in self.scheduler.process(works):
+        for work in self.scheduler.process_step(works):
             request = work.sequence.request
             self.computed.append(request)
             if not self.keep:
-                self.memory.release(request.sequence)
-        self.memory.check(self._sequences(), [])
+                self.memory.release_pages(request.sequence)
+        self.memory.check_owners(self._sequences(), [])
         return works
 
     def run(self, steps: int = 1000) -> list[Request]:

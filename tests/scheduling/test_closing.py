@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 from requests_for_tests import make_request
 
-from pd.core.request import Request, RequestState
 from pd.scheduling.closing import ClosingQueue, check_queues
+from pd.scheduling.request import Request, RequestState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def taken(closing: ClosingQueue) -> list[Request]:
     found = []
-    while (one := closing.take()) is not None:
+    while (one := closing.take_due()) is not None:
         found.append(one[1])
     return found
 
@@ -24,17 +24,17 @@ def taken(closing: ClosingQueue) -> list[Request]:
 def test_who_rests_is_due_again_only_when_something_let_go() -> None:
     closing = ClosingQueue()
     in_step, early, late = (make_request([1, 2]) for _ in range(3))
-    in_step.sequence.launched = object()
-    closing.rest(5.0, in_step)
-    closing.rest(1.0, early)
-    closing.rest(5.0, late)
+    in_step.sequence.launched_work = object()
+    closing.defer_request(5.0, in_step)
+    closing.defer_request(1.0, early)
+    closing.defer_request(5.0, late)
     assert taken(closing) == []
-    assert closing.any_in_transfer(4.0) and not closing.any_in_transfer(6.0)
-    closing.look_at_transfers(since=4.0)
+    assert closing.has_transferring(4.0) and not closing.has_transferring(6.0)
+    closing.recheck_transfers(since=4.0)
     assert taken(closing) == [late]
-    closing.look_after_step()
+    closing.recheck_after_step()
     assert taken(closing) == [in_step]
-    closing.look_at_transfers()
+    closing.recheck_transfers()
     assert taken(closing) == [early]
     assert not len(closing)
 
@@ -81,7 +81,7 @@ def test_the_check_finds_a_request_in_a_wrong_place(
     live, ended = make_request([1, 2]), make_request([1, 2])
     ended.state = RequestState.DONE
     closing = ClosingQueue()
-    closing.add(ended)
+    closing.add_request(ended)
     queued = [live]
 
     def check() -> None:

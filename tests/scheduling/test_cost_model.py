@@ -14,7 +14,7 @@ from prefill_bench import PrefillBench
 from requests_for_tests import make_request
 
 from pd.core.step_cost import KNEES, StepCost, StepShape, chunk_pairs, graph_rows
-from pd.engine.draft_tree import chain
+from pd.engine.draft_tree import make_chain
 from pd.scheduling.combined import CombinedScheduler
 from pd.scheduling.cost_model import CostModel
 from pd.scheduling.slices import PromptSlices
@@ -39,12 +39,12 @@ def watch(
 ) -> None:
     for _ in range(steps):
         shape = random_shape(rng)
-        model.observe(shape, device.seconds(shape) * rng.uniform(1 - noise, 1 + noise))
+        model.observe_step(shape, device.predict_seconds(shape) * rng.uniform(1 - noise, 1 + noise))
 
 
 def worst_error(model: CostModel, device: StepCost, rng: random.Random) -> float:
     shapes = [random_shape(rng) for _ in range(200)]
-    return max(abs(model.cost.seconds(s) / device.seconds(s) - 1) for s in shapes)
+    return max(abs(model.cost.predict_seconds(s) / device.predict_seconds(s) - 1) for s in shapes)
 
 
 def test_the_fit_predicts_steps_that_it_has_not_seen(seed: int) -> None:
@@ -64,10 +64,10 @@ def test_a_first_fit_to_few_kinds_of_steps_foretells_longer_ones() -> None:
         (256, 0, 26e-3),
     ):
         shape = StepShape(tokens, chunk_pairs(0, tokens), streams, streams * 17)
-        model.measured(shape, seconds, 8)
+        model.add_measurement(shape, seconds, 8)
         model.fit(first=True)
-        assert model.cost.seconds(shape) == pytest.approx(seconds, rel=0.05)
-    assert 26e-3 < model.cost.seconds(StepShape(512, chunk_pairs(0, 512))) < 35e-3
+        assert model.cost.predict_seconds(shape) == pytest.approx(seconds, rel=0.05)
+    assert 26e-3 < model.cost.predict_seconds(StepShape(512, chunk_pairs(0, 512))) < 35e-3
 
 
 def test_time_that_is_ascribed_to_the_step_after_changes_little(seed: int) -> None:
@@ -75,12 +75,12 @@ def test_time_that_is_ascribed_to_the_step_after_changes_little(seed: int) -> No
     rng, model = random.Random(seed), CostModel()
     watch(model, DEVICE, rng, 1000)
     shape = StepShape(900, chunk_pairs(9000, 900), 8, 8 * 2000)
-    taken = DEVICE.seconds(shape)
+    taken = DEVICE.predict_seconds(shape)
     for _ in range(300):
         late = rng.choice([0.0, 0.0, 0.95])
-        model.observe(shape, taken * (1 + late))
-        model.observe(shape, taken * (1 - late))
-    assert model.cost.seconds(shape) == pytest.approx(taken, rel=0.25)
+        model.observe_step(shape, taken * (1 + late))
+        model.observe_step(shape, taken * (1 - late))
+    assert model.cost.predict_seconds(shape) == pytest.approx(taken, rel=0.25)
 
 
 def test_a_fit_that_is_far_off_is_corrected_within_seconds(seed: int) -> None:
@@ -88,8 +88,10 @@ def test_a_fit_that_is_far_off_is_corrected_within_seconds(seed: int) -> None:
     watch(model, StepCost(*(c / 10 for c in DEVICE.coefficients)), rng, 1000)
     shape = StepShape(900, chunk_pairs(9000, 900), 8, 8 * 2000)
     for _ in range(100):
-        model.observe(shape, DEVICE.seconds(shape) * rng.uniform(0.95, 1.05))
-    assert model.cost.seconds(shape) == pytest.approx(DEVICE.seconds(shape), rel=0.5)
+        model.observe_step(shape, DEVICE.predict_seconds(shape) * rng.uniform(0.95, 1.05))
+    assert model.cost.predict_seconds(shape) == pytest.approx(
+        DEVICE.predict_seconds(shape), rel=0.5
+    )
 
 
 def test_the_fit_follows_a_device_that_becomes_slower(seed: int) -> None:
@@ -105,12 +107,12 @@ def test_what_the_last_steps_do_not_tell_stays_known(seed: int) -> None:
     rng, model = random.Random(seed), CostModel()
     watch(model, DEVICE, rng, 1000)
     prompt = StepShape(8000, chunk_pairs(0, 8000))
-    before = model.cost.seconds(prompt)
+    before = model.cost.predict_seconds(prompt)
     for _ in range(30_000):
         streams = rng.randrange(8, 64)
         shape = StepShape(streams=streams, context=streams * rng.randrange(100, 2000))
-        model.observe(shape, DEVICE.seconds(shape) * rng.uniform(0.95, 1.05))
-    assert model.cost.seconds(prompt) == pytest.approx(before, rel=0.2)
+        model.observe_step(shape, DEVICE.predict_seconds(shape) * rng.uniform(0.95, 1.05))
+    assert model.cost.predict_seconds(prompt) == pytest.approx(before, rel=0.2)
     # As if they had been many more: the weight of what is not observed vanishes.
     for feature in (1, 3, 4, 5, 6):
         model._matrix[feature] *= 1e-60
@@ -118,8 +120,10 @@ def test_what_the_last_steps_do_not_tell_stays_known(seed: int) -> None:
         model._target[feature] *= 1e-60
     watch_decoding = StepShape(streams=8, context=8 * 500)
     for _ in range(1000):
-        model.observe(watch_decoding, DEVICE.seconds(watch_decoding) * rng.uniform(0.95, 1.05))
-    assert model.cost.seconds(prompt) == pytest.approx(before, rel=0.3)
+        model.observe_step(
+            watch_decoding, DEVICE.predict_seconds(watch_decoding) * rng.uniform(0.95, 1.05)
+        )
+    assert model.cost.predict_seconds(prompt) == pytest.approx(before, rel=0.3)
 
 
 def test_one_slow_step_is_not_most_of_them(seed: int) -> None:
@@ -128,7 +132,7 @@ def test_one_slow_step_is_not_most_of_them(seed: int) -> None:
     model._recent.clear()
     kept = model._matrix.copy()
     shape = StepShape(streams=8, context=4000)
-    model.observe(shape, 6 * DEVICE.seconds(shape))
+    model.observe_step(shape, 6 * DEVICE.predict_seconds(shape))
     assert model._matrix[0, 0] > 0.9 * kept[0, 0]
 
 
@@ -136,7 +140,7 @@ def test_a_step_that_compiled_a_kernel_hardly_changes_the_fit(seed: int) -> None
     rng, model = random.Random(seed), CostModel()
     watch(model, DEVICE, rng, 1000)
     shape = StepShape(streams=8, context=4000)
-    error = model.observe(shape, 1000 * DEVICE.seconds(shape))
+    error = model.observe_step(shape, 1000 * DEVICE.predict_seconds(shape))
     assert error > 100
     watch(model, DEVICE, rng, 64)
     assert worst_error(model, DEVICE, rng) < 0.2
@@ -146,7 +150,7 @@ def test_a_step_that_compiled_a_kernel_hardly_changes_the_fit(seed: int) -> None
 def test_times_that_cannot_be_leave_a_fit_that_can_be_published(seed: int, seconds: float) -> None:
     rng, model = random.Random(seed), CostModel()
     for _ in range(3):
-        model.observe(random_shape(rng), seconds)
+        model.observe_step(random_shape(rng), seconds)
         model.fit()
     watch(model, DEVICE, rng, 1000)
     sent = msgspec.msgpack.encode(model.cost)
@@ -174,10 +178,13 @@ def test_a_chunk_fills_the_graph_in_which_it_is_replayed(seed: int) -> None:
     assert worst_error(model, device, rng) < 0.05
     beside = StepShape(streams=40, context=40 * 3000)
     for limit in (0.016, 0.018, 0.02, 0.022):
-        tokens = device.largest_chunk(limit, 0, beside, 8192)
+        tokens = device.find_largest_chunk(limit, 0, beside, 8192)
         rows = tokens + beside.streams
         assert rows == graph_rows(rows) < 1024
-        assert device.seconds(beside._replace(tokens=tokens, pairs=chunk_pairs(0, tokens))) <= limit
+        assert (
+            device.predict_seconds(beside._replace(tokens=tokens, pairs=chunk_pairs(0, tokens)))
+            <= limit
+        )
 
 
 @pytest.mark.parametrize("start", [0, 5000])
@@ -186,12 +193,14 @@ def test_the_largest_chunk_is_the_largest(start: int, streams: int) -> None:
     beside = StepShape(streams=streams, context=streams * 3000)
 
     def seconds(tokens: int) -> float:
-        return DEVICE.seconds(beside._replace(tokens=tokens, pairs=chunk_pairs(start, tokens)))
+        return DEVICE.predict_seconds(
+            beside._replace(tokens=tokens, pairs=chunk_pairs(start, tokens))
+        )
 
-    found = DEVICE.largest_chunk(0.02, start, beside, 8192)
+    found = DEVICE.find_largest_chunk(0.02, start, beside, 8192)
     assert seconds(found) <= 0.02 < seconds(found + 1)
-    assert DEVICE.largest_chunk(10.0, start, beside, 8192) == 8192
-    assert DEVICE.largest_chunk(1e-3, start, beside, 8192) == 0
+    assert DEVICE.find_largest_chunk(10.0, start, beside, 8192) == 8192
+    assert DEVICE.find_largest_chunk(1e-3, start, beside, 8192) == 0
 
 
 def test_a_prompt_takes_as_long_as_its_chunks() -> None:
@@ -199,7 +208,7 @@ def test_a_prompt_takes_as_long_as_its_chunks() -> None:
     expected = 0.0
     for start in range(1000, 5000, 500):
         pairs = chunk_pairs(start, 500)
-        expected += DEVICE.seconds(beside._replace(tokens=500, pairs=pairs))
+        expected += DEVICE.predict_seconds(beside._replace(tokens=500, pairs=pairs))
     found = DEVICE.prefill_seconds(1000, 4000, 500, beside)
     assert found == pytest.approx(expected, rel=1e-6)
     assert DEVICE.prefill_seconds(1000, 0, 500, beside) == 0.0
@@ -213,51 +222,53 @@ def slices(chunk: int = 8192) -> PromptSlices:
 
 def test_a_slice_keeps_the_objective_beside_answers() -> None:
     chosen = slices()
-    chosen.wanted = 0.02
+    chosen.wanted_itl = 0.02
     sizes = []
     for streams in (1, 20, 60, 100):
         decoding = StepShape(streams=streams, context=streams * 3000)
-        tokens = chosen.tokens(decoding, start=2000)
+        tokens = chosen.choose_tokens(decoding, start=2000)
         step = decoding._replace(tokens=tokens, pairs=chunk_pairs(2000, tokens))
-        assert DEVICE.seconds(step) <= 0.02
+        assert DEVICE.predict_seconds(step) <= 0.02
         sizes.append(tokens)
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > KNEES[0]
 
 
 def test_without_answers_a_step_is_for_prompts_alone() -> None:
-    assert slices().tokens(StepShape()) == 8192
+    assert slices().choose_tokens(StepShape()) == 8192
 
 
 def test_prompts_get_on_beside_answers_that_miss_the_objective_anyway() -> None:
     chosen = slices()
-    chosen.wanted = 1e-3
+    chosen.wanted_itl = 1e-3
     decoding = StepShape(streams=100, context=300_000)
-    tokens = chosen.tokens(decoding)
-    least = DEVICE.seconds(decoding._replace(tokens=64, pairs=chunk_pairs(0, 64)))
-    step = DEVICE.seconds(decoding._replace(tokens=tokens, pairs=chunk_pairs(0, tokens)))
+    tokens = chosen.choose_tokens(decoding)
+    least = DEVICE.predict_seconds(decoding._replace(tokens=64, pairs=chunk_pairs(0, 64)))
+    step = DEVICE.predict_seconds(decoding._replace(tokens=tokens, pairs=chunk_pairs(0, tokens)))
     assert tokens > 200
     assert 1.2 * least < step <= 1.25 * least, "several times as fast, for hardly any time more"
-    assert slices(chunk=32).tokens(StepShape(streams=100, context=300_000)) == 32
-    assert slices(chunk=128).tokens(StepShape(streams=500, context=300_000)) == 64
+    assert slices(chunk=32).choose_tokens(StepShape(streams=100, context=300_000)) == 32
+    assert slices(chunk=128).choose_tokens(StepShape(streams=500, context=300_000)) == 64
 
 
 @pytest.mark.parametrize("streams", [1, 20, 60])
 def test_a_few_prompt_tokens_are_computed_in_steps_hardly_longer_than_without(streams: int) -> None:
     chosen = slices()
-    chosen.wanted = 0.02
+    chosen.wanted_itl = 0.02
     decoding = StepShape(streams=streams, context=streams * 2000)
 
     def seconds(tokens: int) -> float:
-        return DEVICE.seconds(decoding._replace(tokens=tokens, pairs=chunk_pairs(0, tokens)))
+        return DEVICE.predict_seconds(
+            decoding._replace(tokens=tokens, pairs=chunk_pairs(0, tokens))
+        )
 
-    gentle, usual = chosen.tokens(decoding, queued=512), chosen.tokens(decoding)
+    gentle, usual = chosen.choose_tokens(decoding, queued=512), chosen.choose_tokens(decoding)
     assert 64 <= gentle < usual
     assert seconds(gentle) <= 1.1 * seconds(64)
     assert math.ceil(512 / gentle) * seconds(gentle) <= 4 * 0.02
     most = gentle * int(4 * 0.02 / (1.1 * seconds(64)))
-    assert chosen.tokens(decoding, queued=most) == gentle
-    assert chosen.tokens(decoding, queued=most + 1) == usual
+    assert chosen.choose_tokens(decoding, queued=most) == gentle
+    assert chosen.choose_tokens(decoding, queued=most + 1) == usual
 
 
 def test_the_end_of_a_long_prompt_is_not_a_few_tokens() -> None:
@@ -266,33 +277,33 @@ def test_the_end_of_a_long_prompt_is_not_a_few_tokens() -> None:
     decode: Any = scheduler.decode
     answer = make_request(range(20_000, 22_000)).sequence
     answer.sampling = SimpleNamespace()
-    decode.plan = lambda: [Work(answer, 1999, 2000)]
+    decode.plan_step = lambda: [Work(answer, 1999, 2000)]
     bench.add(range(8000))
     sizes = []
     while sum(sizes) < 8000:
-        _, chunk = scheduler.plan()
+        _, chunk = scheduler.plan_step()
         sizes.append(chunk.stop - chunk.start)
     assert min(sizes[:-1]) > 300, sizes
     bench.add(range(30_000, 30_400))
-    (_, chunk) = scheduler.plan()
+    (_, chunk) = scheduler.plan_step()
     assert 64 <= chunk.stop - chunk.start < 300
 
 
 def test_prompts_get_on_where_answers_join_in_every_step() -> None:
     chosen = slices()
-    chosen.wanted = 0.02
+    chosen.wanted_itl = 0.02
     decoding = StepShape(streams=20, context=40_000)
-    usual = chosen.tokens(decoding)
+    usual = chosen.choose_tokens(decoding)
     found = []
     for _ in range(10):
-        found.append(chosen.tokens(decoding, joins=True))
-        chosen.usual(decoding, 0, None)  # a heartbeat reports it meanwhile
+        found.append(chosen.choose_tokens(decoding, joins=True))
+        chosen.usual_tokens(decoding, 0, None)  # a heartbeat reports it meanwhile
     assert [tokens == usual for tokens in found] == 2 * [False, False, False, False, True]
     assert min(found) >= 64
 
 
 def test_without_an_objective_it_follows_from_the_models_speed() -> None:
-    assert slices().itl == pytest.approx(3 * DEVICE.seconds(StepShape(0, 0, 32, 32 * 2048)))
+    assert slices().itl == pytest.approx(3 * DEVICE.predict_seconds(StepShape(0, 0, 32, 32 * 2048)))
 
 
 def combined(bench: PrefillBench, receiving: Any = None, sending: Any = None) -> CombinedScheduler:
@@ -301,10 +312,10 @@ def combined(bench: PrefillBench, receiving: Any = None, sending: Any = None) ->
     costs = CostModel()
     costs.cost = DEVICE
     core: Any = SimpleNamespace(costs=costs, memory=bench.memory, config=config)
-    decode: Any = SimpleNamespace(plan=list, running=[], needs_memory=False)
+    decode: Any = SimpleNamespace(plan_step=list, running=[], needs_memory=False)
     made = CombinedScheduler(core, bench.scheduler, decode, sending, receiving)
     assert made.slices is not None
-    made.slices.wanted = 0.02
+    made.slices.wanted_itl = 0.02
     return made
 
 
@@ -316,10 +327,10 @@ def test_a_step_behind_a_prompts_last_chunk_keeps_the_pace_of_its_answer(
     bench = PrefillBench(pages=4096)
     scheduler = combined(bench)
     bench.add(range(100), params={"max_tokens": max_tokens})
-    (last_chunk,) = scheduler.plan()
+    (last_chunk,) = scheduler.plan_step()
     assert last_chunk.stop == 100
     bench.add(range(1000, 9000))
-    (ahead,) = scheduler.plan()
+    (ahead,) = scheduler.plan_step()
     assert (ahead.stop < 1000) == is_sliced
 
 
@@ -341,19 +352,21 @@ def test_a_step_before_an_answer_from_another_node_keeps_its_pace(
         comes = expected_in is not None and -late <= expected_in < seconds
         return [awaited] if comes else []
 
-    receiving: Any = SimpleNamespace(awaits=True, expected=expected)
+    receiving: Any = SimpleNamespace(awaits_kv=True, iter_expected=expected)
     scheduler = combined(bench, receiving)
     bench.add(range(9000, 18000))
-    (work,) = scheduler.plan()
-    step = DEVICE.seconds(StepShape(work.stop, chunk_pairs(0, work.stop)))
+    (work,) = scheduler.plan_step()
+    step = DEVICE.predict_seconds(StepShape(work.stop, chunk_pairs(0, work.stop)))
     beside = StepShape(streams=1, context=3000)
     if expected_in is not None:
-        step = DEVICE.seconds(beside._replace(tokens=work.stop, pairs=chunk_pairs(0, work.stop)))
+        step = DEVICE.predict_seconds(
+            beside._replace(tokens=work.stop, pairs=chunk_pairs(0, work.stop))
+        )
     assert least < step <= most
 
 
 def test_the_first_step_of_an_answer_from_another_node_is_short() -> None:
-    receiving: Any = SimpleNamespace(awaits=False, expected=lambda *_: [])
+    receiving: Any = SimpleNamespace(awaits_kv=False, iter_expected=lambda *_: [])
     taken = []
     for produced, incoming, follows in (
         (1, True, None),
@@ -365,13 +378,15 @@ def test_the_first_step_of_an_answer_from_another_node_is_short() -> None:
         scheduler = combined(bench, receiving)
         request = make_request(range(1000))
         request.incoming = SimpleNamespace() if incoming else None
-        sequence = SimpleNamespace(request=request, num_output_tokens=produced, decodes=True)
+        sequence = SimpleNamespace(request=request, num_output_tokens=produced, is_decoding=True)
         work = SimpleNamespace(
-            sequence=sequence, start=1000, stop=1001, most_drafted=0, follows=follows
+            sequence=sequence, start=1000, stop=1001, max_drafted=0, previous=follows
         )
-        scheduler.decode = SimpleNamespace(plan=lambda w=work: [w], running=[], needs_memory=False)
+        scheduler.decode = SimpleNamespace(
+            plan_step=lambda w=work: [w], running=[], needs_memory=False
+        )
         bench.add(range(9000, 18000))
-        taken.append(sum(chunk.stop - chunk.start for chunk in scheduler.plan()[1:]))
+        taken.append(sum(chunk.stop - chunk.start for chunk in scheduler.plan_step()[1:]))
     joining, second, here, later = taken
     assert joining < 0.85 * later
     assert second == here == later
@@ -380,14 +395,16 @@ def test_the_first_step_of_an_answer_from_another_node_is_short() -> None:
 def test_slices_are_shorter_beside_drafts_even_if_these_are_drafted_at_the_launch() -> None:
     taken = []
     drafted = DraftedTokens(torch.zeros(7, dtype=torch.int64))
-    for draft, limit in ((None, 0), (Draft(drafted, 0, chain(7)), 0), (None, 7)):
+    for draft, limit in ((None, 0), (Draft(drafted, 0, make_chain(7)), 0), (None, 7)):
         bench = PrefillBench(pages=4096)
         scheduler: Any = combined(bench)
-        sequence: Any = SimpleNamespace(request=make_request(range(1000)), decodes=True)
+        sequence: Any = SimpleNamespace(request=make_request(range(1000)), is_decoding=True)
         batch = [Work(sequence, 1000, 1001, draft=draft, draft_limit=limit) for _ in range(32)]
-        scheduler.decode = SimpleNamespace(plan=lambda b=batch: b, running=[], needs_memory=False)
+        scheduler.decode = SimpleNamespace(
+            plan_step=lambda b=batch: b, running=[], needs_memory=False
+        )
         bench.add(range(9000, 18000))
-        taken.append(sum(work.stop - work.start for work in scheduler.plan()[32:]))
+        taken.append(sum(work.stop - work.start for work in scheduler.plan_step()[32:]))
     without, ahead, at_launch = taken
     assert at_launch == ahead < without
 
@@ -398,7 +415,7 @@ def test_short_chunks_over_long_contexts_are_not_the_price_of_long_ones(seed: in
 
     def seconds(shape: StepShape) -> float:
         price = 2e-9 if 0 < shape.tokens <= 512 else 1e-9
-        return DEVICE.seconds(shape._replace(pairs=0.0)) + price * shape.pairs
+        return DEVICE.predict_seconds(shape._replace(pairs=0.0)) + price * shape.pairs
 
     rng = random.Random(seed)
     model = CostModel()
@@ -406,11 +423,11 @@ def test_short_chunks_over_long_contexts_are_not_the_price_of_long_ones(seed: in
         tokens = rng.choice([128, 256, 512, 512, 2048, 8192])
         start = rng.randrange(0, 50_000)
         shape = StepShape(tokens, chunk_pairs(start, tokens))
-        model.observe(shape, seconds(shape))
+        model.observe_step(shape, seconds(shape))
     model.fit()
     for tokens, start in ((300, 40_000), (8192, 40_000)):
         shape = StepShape(tokens, chunk_pairs(start, tokens))
-        assert model.cost.seconds(shape) == pytest.approx(seconds(shape), rel=0.1)
+        assert model.cost.predict_seconds(shape) == pytest.approx(seconds(shape), rel=0.1)
 
 
 def test_peers_are_told_when_the_step_ends_in_which_a_prompt_is_computed() -> None:
@@ -420,15 +437,15 @@ def test_peers_are_told_when_the_step_ends_in_which_a_prompt_is_computed() -> No
     def tell(request: Any, seconds: float) -> None:
         told[len(request.prompt)] = seconds
 
-    sending: Any = SimpleNamespace(open=lambda request: None, tell_expected=tell)
+    sending: Any = SimpleNamespace(start_sending=lambda request: None, tell_expected=tell)
     bench = PrefillBench(pages=4096)
     scheduler = combined(bench, sending=sending)
     bench.add(range(10_000, 18_500))
     bench.add(range(500))
-    works = scheduler.plan(begins=lambda: 0.05)
+    works = scheduler.plan_step(begins=lambda: 0.05)
     assert {len(work.sequence.request.prompt) for work in works} == {8500, 500}
     pairs = sum(chunk_pairs(work.start, work.stop - work.start) for work in works)
-    ends = 0.05 + DEVICE.seconds(StepShape(2048, pairs))
+    ends = 0.05 + DEVICE.predict_seconds(StepShape(2048, pairs))
     assert told[500] == pytest.approx(ends)
     rest = DEVICE.prefill_seconds(2048 - 500, 8500 - (2048 - 500), 8192, StepShape())
     assert told[8500] == pytest.approx(ends + rest)
@@ -441,14 +458,14 @@ def test_what_waiting_prompts_share_is_queued_once(first_runs: bool) -> None:
     scheduler = combined(bench)
     bench.add([*range(128), 900])
     if first_runs:
-        scheduler.plan()
+        scheduler.plan_step()
     for number in range(19):
         bench.add([*range(128), 1000 + number])
-    tokens, _ = bench.scheduler.uncached()
+    tokens, _ = bench.scheduler.count_uncached()
     assert tokens == (0 if first_runs else 129) + 19
     bench.add(range(500, 600))
-    assert bench.scheduler.uncached()[0] == tokens + 100
-    assert bench.scheduler.queued_whole() is None, "too many to be counted with each step"
+    assert bench.scheduler.count_uncached()[0] == tokens + 100
+    assert bench.scheduler.count_queued() is None, "too many to be counted with each step"
 
 
 def test_a_prompt_that_nobody_computed_is_queued_whole_when_it_comes_again(
@@ -459,7 +476,7 @@ def test_a_prompt_that_nobody_computed_is_queued_whole_when_it_comes_again(
     bench = PrefillBench(pages=4096, page_size=4)
     bench.add(range(100, 200))
     left = bench.add(range(1000, 1800))
-    assert bench.scheduler.uncached()[0] == 900
-    bench.scheduler.remove(left)
+    assert bench.scheduler.count_uncached()[0] == 900
+    bench.scheduler.remove_request(left)
     bench.add(range(1000, 1800))
-    assert bench.scheduler.uncached()[0] == 900
+    assert bench.scheduler.count_uncached()[0] == 900

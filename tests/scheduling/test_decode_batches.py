@@ -58,7 +58,7 @@ def test_everybody_ends(sizes: list[tuple[int, int]], pages: int, max_running: i
         # As on a node: no request is given memory while somebody here waits for some.
         while left and not manager.retracted and not manager.lacks_memory:
             prompt_len, max_tokens = left[0]
-            if bench.memory.pages_for(prompt_len) > bench.memory.available:
+            if bench.memory.pages_for(prompt_len) > bench.memory.num_available:
                 break
             bench.add(prompt_len, max_tokens)
             left.pop(0)

@@ -15,9 +15,9 @@ from requests_for_tests import make_request
 from tiny import tiny_cluster
 
 from pd.core.errors import AbortedError
-from pd.core.request import RequestState
 from pd.scheduling.prefill import MAX_LOGPROB_CHUNK
-from pd.scheduling.waiting_queue import common_prefix, reusable_tokens
+from pd.scheduling.request import RequestState
+from pd.scheduling.waiting_queue import count_common_prefix, count_reusable
 
 if TYPE_CHECKING:
     from cluster import Cluster
@@ -62,7 +62,7 @@ def test_a_prompt_is_admitted_only_with_pages_for_all_of_it() -> None:
     bench.add([1] * 20)
     second = bench.add([2] * 16)
     assert ranges(bench.step()) == [(1, 0, 4)]
-    assert bench.memory.available == 3
+    assert bench.memory.num_available == 3
     for _ in range(4):
         assert len(bench.step()) == 1
     assert second not in bench.admitted
@@ -105,9 +105,9 @@ def test_a_prompt_that_ends_in_the_step_before_makes_none_behind_it_short() -> N
     bench = PrefillBench(pages=8192)
     bench.add([1] * 600)
     bench.add([2] * 12_000)
-    first = bench.scheduler.plan(8192, 16)
+    first = bench.scheduler.plan_step(8192, 16)
     assert ranges(first) == [(1, 0, 600), (2, 0, 2048 - 600)]
-    assert ranges(bench.scheduler.plan(8192, 16)) == [(2, 1448, 1448 + 8192)]
+    assert ranges(bench.scheduler.plan_step(8192, 16)) == [(2, 1448, 1448 + 8192)]
 
 
 def test_a_short_prompt_waits_for_few_tokens_of_a_long_one() -> None:
@@ -300,8 +300,8 @@ def test_when_the_leader_is_aborted_a_follower_takes_over() -> None:
     bench.step()
     assert bench.scheduler.running == [leader]
     leader.state, leader.error = RequestState.ABORTED, AbortedError("test")
-    bench.scheduler.remove(leader)
-    bench.memory.release(leader.sequence)
+    bench.scheduler.remove_request(leader)
+    bench.memory.release_pages(leader.sequence)
     bench.run()
     assert bench.admitted == [leader, *followers]
     assert bench.computed_tokens == len(SHARED) + len(followers), "the leader's part was lost"
@@ -323,7 +323,7 @@ def test_prompt_logprobs_limit_what_may_come_from_the_cache(
     bench = PrefillBench()
     bench.cache([*SHARED, 1, 2, 3, 4])
     request = bench.add([*SHARED, 1], params={"prompt_logprobs_start": start})
-    assert reusable_tokens(request) == reusable
+    assert count_reusable(request) == reusable
     bench.step()
     assert request.progress.cached_tokens == reusable // 4 * 4
 
@@ -365,7 +365,7 @@ def test_tokens_before_the_first_log_probability_do_not_make_chunks_short() -> N
 )
 def test_common_prefix(a: list[int], b: list[int], length: int) -> None:
     left, right = (make_request(x or [0]).prompt[: len(x)] for x in (a, b))
-    assert common_prefix(left, right) == length
+    assert count_common_prefix(left, right) == length
 
 
 # ---- on a real node

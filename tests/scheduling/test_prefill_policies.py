@@ -91,10 +91,13 @@ def test_looking_at_the_order_leaves_no_trace_in_the_tree(policy: str) -> None:
     bench = PrefillBench(policy)
     bench.cache(DOCUMENT)
     radix = bench.memory.radix
-    before = [(n.key, n.hits, n.last_used) for n in radix.nodes()], radix.lookup_tokens
+    before = [(n.key, n.hits, n.last_used) for n in radix.iter_nodes()], radix.lookup_tokens
     waiting = [make_request([*DOCUMENT[:n], 1]) for n in (4, 6, 16)]
     POLICIES[policy](waiting, radix)
-    assert ([(n.key, n.hits, n.last_used) for n in radix.nodes()], radix.lookup_tokens) == before
+    assert (
+        [(n.key, n.hits, n.last_used) for n in radix.iter_nodes()],
+        radix.lookup_tokens,
+    ) == before
 
 
 def test_an_unknown_policy_is_a_usage_error() -> None:
@@ -114,7 +117,7 @@ def steps_until_lonely_runs(max_overtakes: int, steps: int = 60) -> int | None:
         bench.add([*DOCUMENT, 100 + number])
         bench.step()
         if lonely in bench.admitted:
-            assert bench.admitted.index(lonely) == lonely.progress.overtaken
+            assert bench.admitted.index(lonely) == lonely.progress.num_overtakes
             return number
     return None
 
@@ -153,7 +156,7 @@ def test_who_is_overdue_gets_the_memory_that_comes_free() -> None:
         bench.step()
         if big in bench.admitted:
             return
-    raise AssertionError(f"overtaken {big.progress.overtaken} times")
+    raise AssertionError(f"overtaken {big.progress.num_overtakes} times")
 
 
 @settings(max_examples=25, deadline=None)
@@ -209,8 +212,8 @@ def test_requests_with_memory_at_their_decode_node_run_though_many_older_ones_ca
     # P's memory is full of prompts that wait for D, and D's of rooms that P has yet to compute.
     reserved = []
     bench = PrefillBench(pages=8, keep=True, will_leave=lambda request: request in reserved)
-    bench.scheduler._reclaim = lambda pages: [
-        bench.memory.release(bench.computed.pop().sequence) for _ in range(2)
+    bench.sending.park_prompts = lambda pages: [
+        bench.memory.release_pages(bench.computed.pop().sequence) for _ in range(2)
     ]
     for number in range(WINDOW + 10):
         bench.add([number] * 16)
@@ -228,7 +231,9 @@ def test_a_cached_prefix_is_no_memory_for_the_rest_of_its_prompt() -> None:
     # Two of eight pages are cached, the others belong to a computed prompt that waits for D.
     reserved = []
     bench = PrefillBench(pages=8, keep=True, will_leave=lambda request: request in reserved)
-    bench.scheduler._reclaim = lambda pages: bench.memory.release(bench.computed.pop().sequence)
+    bench.sending.park_prompts = lambda pages: bench.memory.release_pages(
+        bench.computed.pop().sequence
+    )
     document = list(range(8))
     bench.cache(document)
     bench.add([99] * 24)
@@ -243,8 +248,8 @@ def test_a_cached_prefix_is_no_memory_for_the_rest_of_its_prompt() -> None:
 def test_who_was_admitted_before_comes_first_again() -> None:
     queue = WaitingQueue("fcfs", RadixCache(4), 64)
     first, second, again = (make_request([i] * 4) for i in range(3))
-    queue.add(first)
-    queue.add(second)
-    queue.add_first(again)
+    queue.add_request(first)
+    queue.add_request(second)
+    queue.put_back(again)
     assert list(queue) == [again, first, second]
-    assert list(queue.candidates()) == [again, first, second]
+    assert list(queue.iter_candidates()) == [again, first, second]

@@ -20,14 +20,14 @@ class Clock:
 def test_it_is_the_part_of_the_time_that_steps_take_longer_for_prompts() -> None:
     clock = Clock()
     share = PromptShare(clock)
-    assert share.value() == 0.0
+    assert share.estimate_share() == 0.0
     for _ in range(10_000):  # 100 s
         clock.now += 0.01
-        share.observe(COST, StepShape(tokens=100, streams=8))
-    assert share.value() == pytest.approx((1e-3 + 100 * 1e-5) / 0.01, rel=0.05)
+        share.observe_step(COST, StepShape(tokens=100, streams=8))
+    assert share.estimate_share() == pytest.approx((1e-3 + 100 * 1e-5) / 0.01, rel=0.05)
     for _ in range(10_000):
         clock.now += 0.01
-        share.observe(COST, StepShape(streams=8))
-    assert share.value() < 1e-3
-    assert share.value(queued=2.0) == pytest.approx(0.2, abs=1e-3)
-    assert share.value(queued=20.0) == 1.0
+        share.observe_step(COST, StepShape(streams=8))
+    assert share.estimate_share() < 1e-3
+    assert share.estimate_share(queued=2.0) == pytest.approx(0.2, abs=1e-3)
+    assert share.estimate_share(queued=20.0) == 1.0

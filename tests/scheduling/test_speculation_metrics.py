@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pd.engine.draft_tree import DraftTree, chain
+from pd.engine.draft_tree import DraftTree, make_chain
 from pd.scheduling.metrics import SpeculationMetrics, VerifiedDrafts
 
 LENGTH = "pd_speculative_acceptance_length"
@@ -26,7 +26,7 @@ def drafts(count: int, accepted: int) -> VerifiedDrafts:
     """Chains of four tokens, of each of which so many are accepted."""
     verified = VerifiedDrafts()
     for _ in range(count):
-        verified.add(chain(4), accepted)
+        verified.add_draft(make_chain(4), accepted)
     return verified
 
 
@@ -36,9 +36,15 @@ def test_tokens_are_counted_by_place_in_the_draft(
     """Trees and drafts that adaptation has cut are counted, too."""
     tree = DraftTree(np.array([-1, -1, 0, 0, 1, 2], np.int32))
     verified = VerifiedDrafts()
-    for shape, accepted in ((tree, 3), (tree, 0), (tree.first(3), 1), (chain(1), 1), (chain(4), 2)):
-        verified.add(shape, accepted)
-    metrics.observe(verified)
+    for shape, accepted in (
+        (tree, 3),
+        (tree, 0),
+        (tree.take_first(3), 1),
+        (make_chain(1), 1),
+        (make_chain(4), 2),
+    ):
+        verified.add_draft(shape, accepted)
+    metrics.observe_drafts(verified)
     found = {
         name: [
             registry.get_sample_value(f"pd_speculative_{name}_total", {"position": str(position)})
@@ -53,9 +59,9 @@ def test_acceptance_length_counts_the_models_own_token(
     registry: CollectorRegistry, metrics: SpeculationMetrics
 ) -> None:
     assert registry.get_sample_value(LENGTH) == 0
-    metrics.observe(drafts(1, 0))
+    metrics.observe_drafts(drafts(1, 0))
     assert registry.get_sample_value(LENGTH) == 1
-    metrics.observe(drafts(3, 4))
+    metrics.observe_drafts(drafts(3, 4))
     assert registry.get_sample_value(LENGTH) == 1 + 12 / 4
     accepted = [
         registry.get_sample_value("pd_speculative_accepted_total", {"position": str(position)})
@@ -68,10 +74,10 @@ def test_acceptance_length_follows_recent_drafts(
     registry: CollectorRegistry, metrics: SpeculationMetrics
 ) -> None:
     for _ in range(100):
-        metrics.observe(drafts(1_000, 4))
+        metrics.observe_drafts(drafts(1_000, 4))
     assert registry.get_sample_value(LENGTH) == 5
     for _ in range(100):
-        metrics.observe(drafts(1_000, 0))
+        metrics.observe_drafts(drafts(1_000, 0))
     length = registry.get_sample_value(LENGTH)
     assert length is not None
     assert 1 <= length < 1.001

@@ -22,9 +22,11 @@ import httpx
 import pytest
 from starlette.responses import Response
 
-from pd.core.connections import ConnectionLimits, Listener, raise_file_limit
-from pd.core.guarded_protocol import MAX_HEADERS, MAX_PIPELINED
-from pd.node.http_server import Deferred, HttpServers, listen
+from pd.net.connection_limits import ConnectionLimits
+from pd.net.connections import Listener
+from pd.net.guarded_protocol import MAX_HEADERS, MAX_PIPELINED
+from pd.net.http_server import DeferredApp, HttpServers, open_listener
+from pd.util.descriptors import raise_file_limit
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "proxy"))
 
@@ -152,7 +154,7 @@ def test_1000_half_open_requests_leave_health_and_streams_alone(
 
 def test_1000_half_open_requests_leave_a_nodes_administration_alone() -> None:
     raise_file_limit()
-    app, sock = Deferred(), listen("127.0.0.1", 0)
+    app, sock = DeferredApp(), open_listener("127.0.0.1", 0)
     app.app = Response("fine")
     servers = HttpServers([(app, sock)])
     servers.start()
@@ -196,7 +198,31 @@ def test_a_body_has_a_deadline(cluster: Cluster, monkeypatch: pytest.MonkeyPatch
     assert proxy.proxy._service.bodies.held == 0
 
 
-def test_deadlines_are_not_those_of_streams_and_idle_clients(
+def test_incomplete_requests_get_503_when_the_server_stops(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ExitStack() as asking, ExitStack() as serving:
+        cluster = Cluster(serving, str(tmp_path))
+        cluster.node("unified")
+        client = Client(asking, cluster.proxy(text=False).url)
+        halves = [client.open(HALF_A_BODY) for _ in range(3)]
+        head = client.open(HALF_A_HEAD)
+        whole = json.dumps(STREAM | {"stream": False}).encode().ljust(1000)
+        after = client.open(HALF_A_BODY.partition(b"{")[0] + whole + HALF_A_BODY)
+        assert status_of(read_answer(after)) == 200
+        # Its connection is newer than theirs, so the proxy has read what they sent.
+        assert status_of(read_answer(client.open(HEALTH))) == 200
+        serving.close()
+        for half in (*halves, after):
+            answer = read_all(half)
+            assert status_of(answer) == 503
+            assert b"connection: close" in answer
+            assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "unavailable"
+        assert read_all(head) == b""
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+def test_deadlines_do_not_apply_to_streams_and_idle_clients(
     cluster: Cluster, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = cluster.node("unified", auto=False)
@@ -226,7 +252,7 @@ def test_a_connection_without_a_next_request_is_closed(
         assert read_all(connection).startswith(b"HTTP/1.1 200")
 
 
-def test_a_half_request_behind_a_running_stream_does_not_end_it(
+def test_an_incomplete_request_after_a_running_stream_does_not_end_it(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from pd.core.messages import Finish
@@ -248,7 +274,7 @@ def test_a_half_request_behind_a_running_stream_does_not_end_it(
             data += part
 
 
-def test_when_there_are_too_many_connections_those_without_a_request_give_way(
+def test_with_too_many_connections_idle_ones_give_way(
     cluster: Cluster, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = cluster.node("unified", auto=False)
@@ -285,7 +311,7 @@ def asking(proxy: ProxyThread) -> int:
     """Connections that have a request."""
     assert proxy.proxy is not None
     (listener,) = proxy.proxy._server.listeners
-    return len(listener._open) - len(listener._new) - len(listener._idle)
+    return sum(map(len, listener._asking.values()))
 
 
 def test_bursts_of_requests_on_one_connection_are_bounded(
@@ -307,13 +333,14 @@ def test_bursts_of_requests_on_one_connection_are_bounded(
 
 STARVED = """
 import asyncio, resource, sys, uvicorn
-from pd.core.connections import ConnectionLimits, GuardedServer
-from pd.node.http_server import Deferred, listen
+from pd.net.connection_limits import ConnectionLimits
+from pd.net.connections import GuardedServer
+from pd.net.http_server import DeferredApp, open_listener
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
-server = GuardedServer(uvicorn.Config(Deferred(), lifespan="off"), ConnectionLimits())
+server = GuardedServer(uvicorn.Config(DeferredApp(), lifespan="off"), ConnectionLimits())
 server._limits = ConnectionLimits(connections=10_000)
-sock = listen("127.0.0.1", 0)
+sock = open_listener("127.0.0.1", 0)
 print(sock.getsockname()[1], flush=True)
 asyncio.run(server.serve(sockets=[sock]))
 """
@@ -349,7 +376,7 @@ class FailingSocket(socket.socket):
         raise OSError(errno.EPROTO, "Protocol error")
 
 
-def test_whatever_keeps_a_connection_from_being_accepted_is_logged_once_a_second(
+def test_failures_to_accept_are_logged_once_a_second(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     problems: list[object] = []
@@ -378,7 +405,7 @@ def test_whatever_keeps_a_connection_from_being_accepted_is_logged_once_a_second
 def test_the_limit_on_open_files_is_raised() -> None:
     code = """
 import resource
-from pd.core.connections import raise_file_limit
+from pd.util.descriptors import raise_file_limit
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
 raise_file_limit()
@@ -428,7 +455,7 @@ def events_of(answer: bytes) -> list[Any]:
 )
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("at_once", [True, False])
-def test_who_leaves_is_missed_although_there_are_requests_behind_the_running_one(
+def test_a_client_that_leaves_is_noticed_despite_pipelined_requests(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, behind: bytes, stream: bool, at_once: bool
 ) -> None:
     node = cluster.node("unified", auto=False)
@@ -462,7 +489,7 @@ MALFORMED = {
 
 @pytest.mark.parametrize("between", [0, 1], ids=["second", "third"])
 @pytest.mark.parametrize("malformed", MALFORMED.values(), ids=MALFORMED.keys())
-def test_a_malformed_request_leaves_the_answers_before_it_alone(
+def test_a_malformed_request_does_not_affect_earlier_answers(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, malformed: bytes, between: int
 ) -> None:
     from pd.core.messages import Finish
@@ -489,7 +516,7 @@ def test_a_malformed_request_leaves_the_answers_before_it_alone(
     assert second.count(b'{"status":"ok"}') == between
 
 
-def test_a_malformed_request_is_not_the_answer_to_the_one_before_it(
+def test_the_error_of_a_malformed_request_comes_after_earlier_answers(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from pd.core.messages import Finish

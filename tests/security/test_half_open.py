@@ -16,8 +16,8 @@ from relay import Relay
 from tiny import tiny_node
 
 from pd.core.messages import NodeHeartbeat, ProxyHeartbeat
-from pd.node import half_open
-from pd.node.half_open import HalfOpenLimit
+from pd.net import half_open
+from pd.net.half_open import HalfOpenLimit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,10 +47,10 @@ def was_ended(connection: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize("key", [None, KEY])
-def test_of_too_many_the_oldest_are_ended_and_holders_of_the_key_are_not(
+def test_the_oldest_unproven_connections_are_ended_but_no_proven_ones(
     monkeypatch: pytest.MonkeyPatch, key: bytes | None
 ) -> None:
-    monkeypatch.setattr(half_open, "MOST", 20)
+    monkeypatch.setattr(half_open, "MAX_HALF_OPEN", 20)
     server = tiny_node("unified", cluster_key=key)
     try:
         port = server.node.control.port
@@ -79,11 +79,11 @@ def disconnections(peer: RawPeer) -> zmq.Socket[bytes]:
 
 
 @pytest.mark.parametrize("key", [None, KEY])
-def test_connections_that_have_proved_themselves_are_left_alone(
+def test_proven_connections_are_never_ended(
     monkeypatch: pytest.MonkeyPatch, key: bytes | None
 ) -> None:
     """However many there are, and whoever connects after them."""
-    monkeypatch.setattr(half_open, "MOST", 3)
+    monkeypatch.setattr(half_open, "MAX_HALF_OPEN", 3)
     server = tiny_node("unified", cluster_key=key)
     try:
         with contextlib.ExitStack() as stack:
@@ -103,11 +103,11 @@ def test_connections_that_have_proved_themselves_are_left_alone(
         server.stop()
 
 
-def test_a_connection_that_is_older_than_a_handshake_may_be_is_left_alone(
+def test_a_connection_older_than_a_handshake_counts_as_proven(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As that of a subscriber, which never says anything."""
-    monkeypatch.setattr(half_open, "MOST", 3)
+    monkeypatch.setattr(half_open, "MAX_HALF_OPEN", 3)
     monkeypatch.setattr(half_open, "HANDSHAKE_MS", 200)
     monkeypatch.setattr(half_open, "_SLACK_MS", 0)
     context = zmq.Context()
@@ -119,13 +119,13 @@ def test_a_connection_that_is_older_than_a_handshake_may_be_is_left_alone(
         end = subscriber.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         subscriber.connect(f"tcp://127.0.0.1:{port}")
         assert limit.monitor.poll(5000)
-        limit.look()
-        assert limit.waits
+        limit.process_events()
+        assert limit.has_unproven
         time.sleep(0.3)
         with strangers(port, 8) as connections:
 
             def enough_were_ended() -> bool:
-                limit.look()
+                limit.process_events()
                 return all(was_ended(each) for each in connections[:5])
 
             wait_until(enough_were_ended, 20)
@@ -135,7 +135,7 @@ def test_a_connection_that_is_older_than_a_handshake_may_be_is_left_alone(
 
 
 @pytest.mark.parametrize("key", [None, KEY])
-def test_a_slow_handshake_is_ended_and_its_peer_comes_again(
+def test_a_slow_handshake_is_ended_and_its_peer_reconnects(
     monkeypatch: pytest.MonkeyPatch, key: bytes | None
 ) -> None:
     """Nothing that the peer had to say is lost."""
@@ -158,7 +158,7 @@ def test_a_slow_handshake_is_ended_and_its_peer_comes_again(
         server.stop()
 
 
-def test_a_descriptor_that_is_anothers_by_now_is_left_alone() -> None:
+def test_a_reused_descriptor_is_not_ended() -> None:
     context = zmq.Context()
     try:
         listener = context.socket(zmq.ROUTER)
@@ -166,8 +166,8 @@ def test_a_descriptor_that_is_anothers_by_now_is_left_alone() -> None:
         limit = HalfOpenLimit(listener)
         one, other = socket.socketpair()
         with one, other:
-            limit._end(one.fileno())
-            limit._end(10_000)
+            limit._end_connection(one.fileno())
+            limit._end_connection(10_000)
             one.sendall(b"here")
             assert other.recv(9) == b"here"
         with (
@@ -175,7 +175,7 @@ def test_a_descriptor_that_is_anothers_by_now_is_left_alone() -> None:
             socket.create_connection(server.getsockname()) as connection,
             server.accept()[0] as accepted,
         ):
-            limit._end(accepted.fileno())
+            limit._end_connection(accepted.fileno())
             accepted.sendall(b"here")
             assert connection.recv(9) == b"here"
     finally:

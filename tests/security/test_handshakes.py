@@ -18,10 +18,10 @@ from bootstrap.bootstrap_helpers import PrefillNode, info
 
 from pd.bootstrap import handshake
 from pd.bootstrap.server import HANDSHAKE_PATH
-from pd.core.cluster_key import bootstrap_key
 from pd.core.errors import HandshakeError
-from pd.core.signed_requests import EXPECTED_HEADER, SCHEME, SIGNATURE_HEADER, RequestVerifier
-from pd.transfer.wire.greeting import IncomingGreeting, PeerRefusedError, greet, transfer_key
+from pd.net.cluster_key import derive_bootstrap_key
+from pd.net.signed_requests import EXPECTED_HEADER, SCHEME, SIGNATURE_HEADER, RequestVerifier
+from pd.transfer.wire.greeting import IncomingGreeting, PeerRefusedError, greet_peer, transfer_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -73,7 +73,7 @@ def node() -> Iterator[PrefillNode]:
     made.close()
 
 
-def test_a_recorded_answer_is_worth_nothing_for_the_next_handshake(node: PrefillNode) -> None:
+def test_a_recorded_answer_is_refused_in_the_next_handshake(node: PrefillNode) -> None:
     recorded: list[tuple[int, dict[str, str], bytes]] = []
 
     def answer(headers: dict[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
@@ -105,7 +105,7 @@ def test_a_reflected_or_forged_answer_is_refused(what: str) -> None:
         shake(url)
 
 
-def test_a_request_for_one_instance_is_worth_nothing_at_another(node: PrefillNode) -> None:
+def test_a_request_for_one_instance_is_refused_by_another(node: PrefillNode) -> None:
     """The prefill node was restarted, or the request is sent on to a node beside it."""
     beside = PrefillNode("Q", key=KEY)
     seen: list[httpx.Response] = []
@@ -123,18 +123,18 @@ def test_a_request_for_one_instance_is_worth_nothing_at_another(node: PrefillNod
             shake(url)
         assert [response.status_code for response in seen] == [409, 401, 200, 401]
         assert seen[-1].json()["message"] == "the request was seen before"
-        assert beside.registry.peers() == []
+        assert beside.registry.all_peers() == []
     finally:
         beside.close()
 
 
-def test_strangers_do_not_use_up_the_memory_for_nonces() -> None:
-    key = bootstrap_key(KEY)
+def test_unsigned_requests_take_no_memory_for_nonces() -> None:
+    key = derive_bootstrap_key(KEY)
     assert key is not None
     verifier = RequestVerifier(key)
     for number in range(1000):
         forged = f"{SCHEME} 1 {number:032x} {'0' * 64}"
-        assert verifier.verify(forged, "POST", HANDSHAKE_PATH, "P", b"")[1]
+        assert verifier.verify_request(forged, "POST", HANDSHAKE_PATH, "P", b"")[1]
     assert not verifier._seen
 
 
@@ -145,9 +145,9 @@ def welcomed(first: bytes, proof: Callable[[bytes], bytes]) -> str:
     """What D says to a connection that begins with ``first`` and proves itself with
     ``proof(D's answer)``: why it is refused, or the peer's name."""
     welcome = IncomingGreeting("tcp", "D", transfer_key(KEY))
-    answer, reason = welcome.feed(first)
+    answer, reason = welcome.feed_bytes(first)
     if not reason:
-        _, reason = welcome.feed(proof(answer)[: welcome.needs])
+        _, reason = welcome.feed_bytes(proof(answer)[: welcome.needs])
     return reason or welcome.peer
 
 
@@ -155,13 +155,13 @@ def recorded_greeting() -> tuple[bytes, bytes]:
     """Both messages of a prefill node's genuine greeting."""
     p, d = socket.socketpair()
     with p, d:
-        thread = threading.Thread(target=greet, args=(p, "tcp", "P", "D", transfer_key(KEY)))
+        thread = threading.Thread(target=greet_peer, args=(p, "tcp", "P", "D", transfer_key(KEY)))
         thread.start()
         welcome = IncomingGreeting("tcp", "D", transfer_key(KEY))
         parts = []
         while welcome.needs:
             parts.append(d.recv(welcome.needs, socket.MSG_WAITALL))
-            d.sendall(welcome.feed(parts[-1])[0])
+            d.sendall(welcome.feed_bytes(parts[-1])[0])
         thread.join()
     assert welcome.peer == "P"
     return parts[0], parts[1]
@@ -174,7 +174,7 @@ def test_a_recorded_or_reflected_greeting_opens_no_connection() -> None:
     assert "did not prove" in welcomed(hello, lambda answer: answer[-len(proof) :])
     # Another connection of D is asked to answer in P's place: it signs under another label.
     other = IncomingGreeting("tcp", "D", transfer_key(KEY))
-    borrowed, _ = other.feed(hello)
+    borrowed, _ = other.feed_bytes(hello)
     assert "did not prove" in welcomed(hello, lambda _: borrowed[-len(proof) :])
 
 
@@ -185,11 +185,11 @@ def test_a_listener_without_the_key_is_not_greeted_back() -> None:
 
         def listen() -> None:
             hello = stranger_end.recv(keyless.needs, socket.MSG_WAITALL)
-            stranger_end.sendall(keyless.feed(hello)[0])
+            stranger_end.sendall(keyless.feed_bytes(hello)[0])
 
         thread = threading.Thread(target=listen)
         thread.start()
         p.settimeout(5)
         with pytest.raises(PeerRefusedError, match="did not prove that it has the cluster key"):
-            greet(p, "tcp", "P", "D", transfer_key(KEY))
+            greet_peer(p, "tcp", "P", "D", transfer_key(KEY))
         thread.join()

@@ -19,15 +19,15 @@ from raw_peer import RawPeer, proxy_of
 from requests_for_tests import make_generate
 from tiny import tiny_node
 
-from pd.core.cluster_key import curve_client_keypair, curve_server_keypair
 from pd.core.messages import (
     HEARTBEAT_INTERVAL,
     Abort,
     NodeHeartbeat,
     ProxyHeartbeat,
     StepOutputs,
-    encode,
+    encode_message,
 )
+from pd.net.cluster_key import derive_client_keypair, derive_server_keypair
 from pd.proxy.config import ProxyConfig
 from pd.proxy.server import ProxyThread
 
@@ -99,11 +99,11 @@ def dealer(context: zmq.Context[zmq.Socket[bytes]], victim: Victim, knows: str) 
     if knows == "plain":
         socket.plain_username, socket.plain_password = b"proxy", b"proxy"
     elif knows == "another cluster's key":
-        socket.curve_publickey, socket.curve_secretkey = curve_client_keypair(OTHER_KEY)
-        socket.curve_serverkey, _ = curve_server_keypair(OTHER_KEY, victim.node.instance_id)
+        socket.curve_publickey, socket.curve_secretkey = derive_client_keypair(OTHER_KEY)
+        socket.curve_serverkey, _ = derive_server_keypair(OTHER_KEY, victim.node.instance_id)
     elif knows == "the node's public key":
         socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
-        socket.curve_serverkey, _ = curve_server_keypair(KEY, victim.node.instance_id)
+        socket.curve_serverkey, _ = derive_server_keypair(KEY, victim.node.instance_id)
     socket.connect(victim.node.node.endpoint)
     return socket
 
@@ -114,8 +114,8 @@ def dealer(context: zmq.Context[zmq.Socket[bytes]], victim: Victim, knows: str) 
 def test_a_stranger_cannot_take_a_proxys_identity(victim: Victim, knows: str) -> None:
     name, instance = victim.peer.name, victim.node.instance_id
     with zmq.Context() as context, dealer(context, victim, knows) as stranger:
-        stranger.send(encode(ProxyHeartbeat(to="", sender=name)))
-        stranger.send(encode(Abort(to=instance, sender=name, room=victim.request.room)))
+        stranger.send(encode_message(ProxyHeartbeat(to="", sender=name)))
+        stranger.send(encode_message(Abort(to=instance, sender=name, room=victim.request.room)))
         assert not stranger.poll(PATIENCE_MS)
         victim.ends_unharmed()
         assert not stranger.poll(0), "it hears what is meant for the proxy"

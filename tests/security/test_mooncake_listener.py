@@ -81,7 +81,7 @@ def memory() -> torch.Tensor:
 
 @pytest.fixture
 def target(memory: torch.Tensor) -> Iterator[Target]:
-    made = MooncakeMover(HOST).target(memory, "P", HOST)
+    made = MooncakeMover(HOST).make_target(memory, "P", HOST)
     yield made
     made.close()
 
@@ -90,11 +90,11 @@ def target(memory: torch.Tensor) -> Iterator[Target]:
 def unfiltered(memory: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> Iterator[MooncakeEngine]:
     """An engine as the library makes it."""
     with monkeypatch.context() as patch:
-        patch.setattr(library, "_attach", lambda sock, code: None)
+        patch.setattr(library, "_attach_filter", lambda sock, code: None)
         engine = MooncakeEngine(HOST)
-        engine.register(memory.data_ptr(), SIZE)
+        engine.register_memory(memory.data_ptr(), SIZE)
         yield engine
-        engine.unregister(memory.data_ptr())
+        engine.unregister_memory(memory.data_ptr())
 
 
 def test_without_a_filter_anybody_reads_and_writes_the_staging_memory(
@@ -139,15 +139,15 @@ def test_the_prefill_node_s_staging_memory_is_read_by_nobody(
 ) -> None:
     """It holds prompts' KV as well, and no peer ever has to connect to it."""
     taken: list[MooncakeEngine] = []
-    take = ENGINES.take
+    take = ENGINES.take_engine
 
     def watch(host: str, peer: str = "") -> MooncakeEngine:
         taken.append(take(host, peer))
         return taken[-1]
 
-    monkeypatch.setattr(ENGINES, "take", watch)
+    monkeypatch.setattr(ENGINES, "take_engine", watch)
     own = torch.full((1, SIZE), SECRET, dtype=torch.uint8)
-    path = MooncakeMover(HOST).path(own, target.description, "D", lambda: None)
+    path = MooncakeMover(HOST).make_path(own, target.description, "D", lambda: None)
     try:
         (engine,) = taken
         for source in (HOST, INTRUDER):

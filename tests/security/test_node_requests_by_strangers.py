@@ -14,9 +14,9 @@ from starlette.requests import Request
 from tiny import tiny_node
 
 from pd.cli import launch
-from pd.core import signed_requests
-from pd.core.cluster_key import admin_key
-from pd.core.signed_requests import signed_headers
+from pd.net import signed_requests
+from pd.net.cluster_key import derive_admin_key
+from pd.net.signed_requests import sign_headers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,9 +44,9 @@ def keyless() -> Iterator[NodeServer]:
 
 
 def sign(node: NodeServer, path: str = "/drain", body: bytes = b"") -> dict[str, str]:
-    key = admin_key(KEY)
+    key = derive_admin_key(KEY)
     assert key is not None
-    return signed_headers(key, "POST", path, node.instance_id, body)[0]
+    return sign_headers(key, "POST", path, node.instance_id, body)[0]
 
 
 def drains(node: NodeServer) -> bool:

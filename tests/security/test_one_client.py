@@ -21,8 +21,8 @@ import httpx
 import pytest
 
 from pd.core.messages import LEASE_SECONDS, Finish
-from pd.core.starvation import RUN_DELAY, read_run_delays
-from pd.proxy.loop import SWITCH_SECONDS
+from pd.proxy.workers.loop import SWITCH_SECONDS
+from pd.util.starvation import RUN_DELAY, read_run_delays
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "proxy"))
 

@@ -12,7 +12,7 @@ import pytest
 from proxy_cluster import Cluster
 
 from pd.core.messages import Finish
-from pd.proxy.api_keys import ApiKey
+from pd.proxy.http.api_keys import ApiKey
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -22,7 +22,7 @@ from tiny import tiny_cluster, tiny_model, tiny_node
 from transfer.transfer_helpers import is_installed, make_pool
 
 from pd.core.errors import SetupError
-from pd.core.transfer_choice import choose
+from pd.core.transfer_choice import choose_backend
 from pd.transfer.registry import make_transfer_manager
 from pd.transfer.staged import nixl_transports
 from pd.transfer.staged.nixl import NixlMover
@@ -70,8 +70,8 @@ def test_a_stranger_writes_anywhere_through_the_port_that_ucx_opens(
     before = listening()
     with caplog.at_level(logging.WARNING):
         mover = NixlMover("D", "127.0.0.1")
-    assert "ports that ask nobody for the cluster key, on device lo" in caplog.text
-    target = mover.target(slots, "P", "127.0.0.1")
+    assert "UCX listens on unauthenticated ports, on device lo" in caplog.text
+    target = mover.make_target(slots, "P", "127.0.0.1")
     victim = np.zeros(64, dtype=np.uint8)
     try:
         ((host, port),) = listening() - before
@@ -82,7 +82,7 @@ def test_a_stranger_writes_anywhere_through_the_port_that_ucx_opens(
             stranger.sendall(packet)
             deadline = time.monotonic() + 10.0
             while not victim.any() and time.monotonic() < deadline:
-                target.progress()
+                target.make_progress()
         assert (victim == 0x2A).all()
     finally:
         target.close()
@@ -190,8 +190,8 @@ def test_auto_opens_ports_of_a_library_where_the_network_is_trusted(
         manager = make_transfer_manager("auto", make_pool(16, 4), "X", trust_network=True)
     manager.close()
     assert list(manager.addresses()) == ["nixl", "tcp"]
-    assert "--trust-network: transfer libraries may open ports" in caplog.text
-    assert "UCX opens ports that ask nobody for the cluster key, on device lo" in caplog.text
+    assert "--trust-network: transfer libraries may open unauthenticated ports" in caplog.text
+    assert "UCX listens on unauthenticated ports, on device lo" in caplog.text
 
 
 @pytest.mark.parametrize("trusted", [False, True])
@@ -200,7 +200,7 @@ def test_beyond_loopback_auto_needs_a_trusted_network_for_more_than_one_host(
 ) -> None:
     monkeypatch.delenv("UCX_TLS", raising=False)
     monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
-    monkeypatch.setattr(nixl_transports, "device_of", lambda address: "lo")
+    monkeypatch.setattr(nixl_transports, "find_device", lambda address: "lo")
     manager = make_transfer_manager(
         "auto",
         make_pool(16, 4),
@@ -219,12 +219,12 @@ def test_an_explicit_nixl_beyond_loopback_opens_ports_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("UCX_TLS", raising=False)
-    monkeypatch.setattr(nixl_transports, "device_of", lambda address: "eth7")
+    monkeypatch.setattr(nixl_transports, "find_device", lambda address: "eth7")
     monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
     with caplog.at_level(logging.WARNING):
         mover = NixlMover("X", "192.0.2.77")
-    assert not mover.transports.local
-    assert "UCX opens ports" in caplog.text and "device eth7" in caplog.text
+    assert not mover.transports.is_local
+    assert "UCX listens on unauthenticated ports" in caplog.text and "device eth7" in caplog.text
 
 
 def test_ucx_is_not_let_onto_every_device_where_none_has_the_address(
@@ -261,10 +261,10 @@ def test_rdma_devices_are_used_besides_and_the_environment_stays_as_it_is(
     monkeypatch.setattr(nixl_transports, "_rdma_devices", lambda: ["mlx5_0:1"])
     mover = NixlMover("D", "127.0.0.1")
     assert mover.transports.devices == "lo,mlx5_0:1"
-    with mover.transports.apply():
+    with mover.transports.use_environment():
         assert os.environ["UCX_NET_DEVICES"] == "lo,mlx5_0:1"
     before = listening()
-    target = mover.target(slots, "P", "127.0.0.1")
+    target = mover.make_target(slots, "P", "127.0.0.1")
     try:
         assert {host for host, _ in listening() - before} == {"127.0.0.1"}, "UCX read it"
         assert "UCX_NET_DEVICES" not in os.environ
@@ -279,7 +279,7 @@ def test_the_environment_that_child_processes_inherit_stays_as_it_is(
     look for its peers on the loopback device and never reach them."""
     for name in ("UCX_TLS", "UCX_NET_DEVICES"):
         monkeypatch.delenv(name, raising=False)
-    NixlMover("D", "127.0.0.1").target(slots, "P", "127.0.0.1").close()
+    NixlMover("D", "127.0.0.1").make_target(slots, "P", "127.0.0.1").close()
     assert "UCX_TLS" not in os.environ and "UCX_NET_DEVICES" not in os.environ
 
 
@@ -301,11 +301,11 @@ def test_a_node_shows_that_its_network_is_trusted() -> None:
 
 
 def test_the_device_of_an_address_is_found() -> None:
-    assert nixl_transports.device_of("127.0.0.1") == "lo"
-    assert nixl_transports.device_of("192.0.2.250") == "", "nobody's address (RFC 5737)"
-    for device, address in nixl_transports._addresses():
+    assert nixl_transports.find_device("127.0.0.1") == "lo"
+    assert nixl_transports.find_device("192.0.2.250") == "", "nobody's address (RFC 5737)"
+    for device, address in nixl_transports._list_addresses():
         if not address.startswith(("127.", "fe80:")):
-            assert nixl_transports.device_of(address) in dict(socket.if_nameindex()).values()
+            assert nixl_transports.find_device(address) in dict(socket.if_nameindex()).values()
             assert device
 
 
@@ -323,7 +323,7 @@ def test_a_pair_uses_nixl_only_if_ucx_can_reach_both(
     prefill: str, decode: str, reason: str | None
 ) -> None:
     offers = [{"nixl": {"reach": reach}, "tcp": {}} for reach in (prefill, decode)]
-    name, obstacles = choose(*offers)
+    name, obstacles = choose_backend(*offers)
     assert name == ("tcp" if reason else "nixl")
     if reason:
         assert reason in obstacles[0] and "--trust-network" in obstacles[0]

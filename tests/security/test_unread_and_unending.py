@@ -2,104 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import re
-import socket
-import threading
 import time
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-import uvicorn
-from starlette.applications import Starlette
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from guarded_server import LARGE, SMALL, LoopTime, Server, read_all, wait_until
 
-from pd.core.connections import ConnectionLimits, GuardedServer
-from pd.core.local_requests import has_local_host
-from pd.node.http_server import listen
+from pd.net import turns
+from pd.net.local_requests import has_local_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from starlette.requests import Request
-
-    from pd.core.guarded_protocol import GuardedProtocol
-
-# The second is less than transports like to hold.
-LARGE, SMALL = 8 << 20, 48 << 10
 CHUNKED = b"POST /echo HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n"
-
-
-async def large(request: Request) -> Response:
-    return Response(bytes(LARGE))
-
-
-async def small(request: Request) -> Response:
-    return Response(bytes(SMALL))
-
-
-async def size(request: Request) -> Response:
-    return JSONResponse(len(await request.body()))
-
-
-async def echo(request: Request) -> Response:
-    await request.body()
-    return JSONResponse(sorted(request.headers.keys()))
-
-
-class Server:
-    """A guarded server on a thread of its own."""
-
-    def __init__(self, **limits: Any) -> None:
-        routes = [Route("/large", large), Route("/small", small)]
-        routes.append(Route("/size", size, methods=["POST"]))
-        app = Starlette(routes=[*routes, Route("/echo", echo, methods=["POST"])])
-        config = uvicorn.Config(app, lifespan="off", log_config=None, ws=NoProtocol)
-        self._server = GuardedServer(config, replace(ConnectionLimits(), **limits))
-        self._socket = listen("127.0.0.1", 0)
-        # Accepted connections inherit the small buffer.
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        self.port: int = self._socket.getsockname()[1]
-        serving = self._server.serve(sockets=[self._socket])
-        self._thread = threading.Thread(target=lambda: asyncio.run(serving))
-        self._thread.start()
-        wait_until(lambda: self._server.started)
-
-    def ask(self, data: bytes, receive_buffer: int = 0) -> socket.socket:
-        """Send and read nothing."""
-        sock = socket.socket()
-        sock.settimeout(10)
-        if receive_buffer:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        sock.connect(("127.0.0.1", self.port))
-        sock.sendall(data)
-        return sock
-
-    @property
-    def connections(self) -> int:
-        (listener,) = self._server.listeners
-        return listener.connections
-
-    @property
-    def open(self) -> set[GuardedProtocol]:
-        (listener,) = self._server.listeners
-        return listener._open
-
-    def stop(self) -> None:
-        self._server.should_exit = True
-        self._thread.join()
-        self._socket.close()
-
-
-class NoProtocol(asyncio.Protocol):
-    """Where an installed library would take connections over."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise AssertionError("a WebSocket was opened")
 
 
 @pytest.fixture
@@ -114,25 +33,10 @@ def serve() -> Iterator[Callable[..., Server]]:
         yield start
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def read_all(sock: socket.socket) -> bytes:
-    data = bytearray()
-    with contextlib.suppress(ConnectionError):
-        while part := sock.recv(1 << 20):
-            data += part
-    return bytes(data)
-
-
 GET_LARGE = b"GET /large HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 
 
-def test_who_does_not_read_an_answer_is_cut_off(serve: Callable[..., Server]) -> None:
+def test_a_client_that_does_not_read_is_disconnected(serve: Callable[..., Server]) -> None:
     server = serve(read_seconds=0.5)
     with server.ask(GET_LARGE, 4096) as silent, server.ask(GET_LARGE * 2, 4096) as asking_more:
         for sock in (silent, asking_more):
@@ -143,7 +47,9 @@ def test_who_does_not_read_an_answer_is_cut_off(serve: Callable[..., Server]) ->
     assert len(httpx.get(f"http://127.0.0.1:{server.port}/large").content) == LARGE
 
 
-def test_the_end_of_an_answer_does_not_keep_its_connection(serve: Callable[..., Server]) -> None:
+def test_an_unread_end_of_an_answer_does_not_keep_its_connection(
+    serve: Callable[..., Server],
+) -> None:
     server = serve(read_seconds=0.5)
     asks = b"GET /small HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
     with server.ask(asks, 4096) as silent:
@@ -162,7 +68,7 @@ BODY = b"POST /echo HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 8000\r\n\r\n"
     [BODY, b"GET /small HTTP/1.1\r\nHost: 127.0.0.1\r\nX: %b\r\n\r\n" % (b"x" * 8000)],
     ids=["bodies", "heads"],
 )
-def test_requests_behind_an_answer_are_bounded(
+def test_pipelined_requests_are_bounded(
     serve: Callable[..., Server], request_behind: bytes
 ) -> None:
     server = serve()
@@ -176,7 +82,7 @@ def test_requests_behind_an_answer_are_bounded(
     wait_until(lambda: server.connections == 0)
 
 
-def test_who_reads_slowly_but_reads_gets_the_answer(serve: Callable[..., Server]) -> None:
+def test_a_slow_reader_gets_the_answer(serve: Callable[..., Server]) -> None:
     server = serve(read_seconds=0.5, read_rate=1 << 20)
     with server.ask(GET_LARGE, 64 << 10) as slow:
         read = 0
@@ -200,30 +106,65 @@ def test_unread_answers_of_all_clients_are_bounded(serve: Callable[..., Server])
             answer += part
 
 
-@pytest.mark.parametrize(
-    ("begin", "more"),
-    [
-        (b"0\r\nX: ", b"a" * 65536),
-        (b"0\r\n", b"A: b\r\n" * 10_000),
-        (b"2;", b"a" * 65536),
-        (b"", b"1\r\n \r\n" * 10_000),
-    ],
-    ids=["a trailer", "trailers", "an extension", "tiny chunks"],
-)
-def test_what_surrounds_a_body_is_bounded(
+# What a client can send for ever without asking anything: how that begins, and how it goes on.
+NO_PROGRESS = {
+    "a trailer": (CHUNKED + b"0\r\nX: ", b"a"),
+    "trailers": (CHUNKED + b"0\r\n", b"A:\r\n"),
+    "an extension": (CHUNKED + b"2;", b"a"),
+    "extensions": (CHUNKED, b"1;a=b\r\n \r\n"),
+    "tiny chunks": (CHUNKED, b"1\r\n \r\n"),
+    "zeros before a size": (CHUNKED, b"0"),
+    "empty lines": (b"", b"\r\n"),
+    "ends of lines": (b"", b"\n"),
+    "an address": (b"GET /", b"a"),
+    "a header": (b"GET / HTTP/1.1\r\nX:", b" "),
+    "headers": (b"GET / HTTP/1.1\r\n", b"A:\r\n"),
+}
+
+
+@pytest.mark.parametrize(("begin", "more"), NO_PROGRESS.values(), ids=NO_PROGRESS.keys())
+def test_bytes_without_progress_end_their_connection(
     serve: Callable[..., Server], begin: bytes, more: bytes
 ) -> None:
     server = serve()
-    with server.ask(CHUNKED + begin) as sock:
+    part = more * ((64 << 10) // len(more))
+    with server.ask(begin) as sock:
         sent = 0
         with contextlib.suppress(ConnectionError):
             while sent < 64 << 20:
-                sock.sendall(more)
-                sent += len(more)
+                sock.sendall(part)
+                sent += len(part)
         assert sent < 64 << 20
 
 
-def test_trailers_are_no_headers(serve: Callable[..., Server]) -> None:
+# So much of a body pays for as much around it.
+PAID = CHUNKED + b"200000\r\n" + bytes(2 << 20) + b"\r\n"
+
+
+@pytest.mark.parametrize(
+    ("begin", "more"),
+    [*NO_PROGRESS.values(), (PAID, b"1\r\n \r\n"), (PAID + b"0\r\n", b"A:\r\n")],
+    ids=[*NO_PROGRESS.keys(), "tiny chunks that are paid for", "trailers that are paid for"],
+)
+def test_bytes_without_progress_do_not_delay_others(
+    serve: Callable[..., Server], begin: bytes, more: bytes
+) -> None:
+    """From eight connections at once."""
+    server = serve()
+    flood = begin + more * ((512 << 10) // len(more))
+
+    def send() -> None:
+        with contextlib.suppress(ConnectionError), server.ask(b"") as sock:
+            sock.sendall(flood)
+
+    with LoopTime(server) as longest, ThreadPoolExecutor(8) as pool:
+        for _ in range(8):
+            pool.submit(send)
+    # Reading may take a tenth of it.
+    assert longest.computed < 10 * turns.TURN_SECONDS
+
+
+def test_trailers_do_not_count_as_headers(serve: Callable[..., Server]) -> None:
     server = serve()
     trailers = b"0\r\nContent-Type: application/json\r\nAuthorization: Bearer x\r\n\r\n"
     with server.ask(CHUNKED + trailers) as sock:
@@ -233,7 +174,7 @@ def test_trailers_are_no_headers(serve: Callable[..., Server]) -> None:
     assert answer.endswith(b'["host","transfer-encoding"]')
 
 
-def test_connections_stay_with_their_guard(serve: Callable[..., Server]) -> None:
+def test_offered_protocols_do_not_replace_the_guard(serve: Callable[..., Server]) -> None:
     server = serve()
     upgrade = (
         b"GET /large HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
@@ -260,7 +201,7 @@ IN_CHUNKS = OFFER + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" %
 
 @pytest.mark.parametrize("asks", [WITH_LENGTH, IN_CHUNKS], ids=["length", "chunks"])
 @pytest.mark.parametrize("cut", ["nowhere", "head", "behind head", "body"])
-def test_what_follows_an_offer_of_another_protocol_is_a_body(
+def test_the_body_after_an_offer_of_another_protocol_is_a_body(
     serve: Callable[..., Server], asks: bytes, cut: str
 ) -> None:
     """A server may ignore the offer, but not the body, nor take it for further requests."""
@@ -282,7 +223,7 @@ def test_what_follows_an_offer_of_another_protocol_is_a_body(
             sock.sendall(asks)
 
 
-def test_many_offers_at_once_are_as_many_requests(serve: Callable[..., Server]) -> None:
+def test_several_offers_in_one_packet_are_several_requests(serve: Callable[..., Server]) -> None:
     server = serve()
     with server.ask(WITH_LENGTH * 10) as sock:
         answers = b""
@@ -319,6 +260,6 @@ def test_many_offers_at_once_are_as_many_requests(serve: Callable[..., Server]) 
         ("[::]", False),
     ],
 )
-def test_a_host_is_local_as_a_whole(host: str, local: bool) -> None:
+def test_only_a_complete_local_host_is_local(host: str, local: bool) -> None:
     scope = {"headers": [(b"host", value.encode()) for value in host.split(", ")]}
     assert has_local_host(scope) == local

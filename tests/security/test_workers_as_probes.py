@@ -18,8 +18,8 @@ import pytest
 from fake_node import wait_until
 from proxy_cluster import Cluster, nodes_known
 
-from pd.core.cluster_key import admin_key
-from pd.proxy import node_http, pool
+from pd.net.cluster_key import derive_admin_key
+from pd.proxy.nodes import node_http, pool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,8 +33,8 @@ BODY = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4}}
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same rules on a shorter clock."""
-    monkeypatch.setattr("pd.proxy.pool.POLL_INTERVAL", 0.1)
-    monkeypatch.setattr("pd.proxy.pool.HEARTBEAT_INTERVAL", 0.1)
+    monkeypatch.setattr("pd.proxy.nodes.pool.POLL_INTERVAL", 0.1)
+    monkeypatch.setattr("pd.proxy.nodes.pool.HEARTBEAT_INTERVAL", 0.1)
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def test_a_worker_without_the_cluster_key_is_sent_nothing_of_worth(
     for _, _, headers in thief.requests:
         assert "Authorization" not in headers
     # What a proven node is sent, it can send on to no other.
-    key = admin_key(KEY)
+    key = derive_admin_key(KEY)
     assert key is not None
     (_, sent), *_ = nodes[0].http_requests
     assert key.hex() not in str(sent)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tiny import VOCAB_SIZE, tiny_node
 
 from pd import assembly
-from pd.engine.draft_tree import chain
+from pd.engine.draft_tree import make_chain
 from pd.speculative.adaptation import MOST_REST_STEPS, REST_STEPS, DraftLengths, StepCosts
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def keys(count: int) -> list[Any]:
 
 
 def test_where_more_tokens_cost_nothing_all_are_drafted() -> None:
-    assert DraftLengths(FLAT).choose(keys(3), [4, 2, 1]) == [4, 2, 1]
+    assert DraftLengths(FLAT).choose_lengths(keys(3), [4, 2, 1]) == [4, 2, 1]
 
 
 def test_where_each_token_costs_as_much_as_a_step_none_is_drafted_and_the_drafter_rests() -> None:
@@ -49,16 +49,16 @@ def test_where_each_token_costs_as_much_as_a_step_none_is_drafted_and_the_drafte
     lengths = DraftLengths(LINEAR)
     some, rest = keys(2), REST_STEPS
     while rest <= MOST_REST_STEPS:
-        assert lengths.choose(some, [4, 4]) == [0, 0]
+        assert lengths.choose_lengths(some, [4, 4]) == [0, 0]
         for _ in range(rest):
-            assert lengths.rests
-            assert lengths.choose([], []) == []
-        assert not lengths.rests
+            assert lengths.is_resting
+            assert lengths.choose_lengths([], []) == []
+        assert not lengths.is_resting
         rest *= 2
-    assert lengths.choose(some, [4, 4]) == [0, 0]
+    assert lengths.choose_lengths(some, [4, 4]) == [0, 0]
     for _ in range(MOST_REST_STEPS):
-        lengths.choose([], [])
-    assert not lengths.rests
+        lengths.choose_lengths([], [])
+    assert not lengths.is_resting
 
 
 def test_a_draft_that_pays_makes_the_next_rest_short_again() -> None:
@@ -67,10 +67,10 @@ def test_a_draft_that_pays_makes_the_next_rest_short_again() -> None:
     for kept in ([], range(4)) * 2:
         (only,) = keys(1)
         for _ in range(400):
-            (length,) = lengths.choose([only], [4])
+            (length,) = lengths.choose_lengths([only], [4])
             if length:
-                lengths.observe(only, chain(length), kept[:length])
-            elif not lengths.rests:
+                lengths.observe_draft(only, make_chain(length), kept[:length])
+            elif not lengths.is_resting:
                 rests.append(0)
             elif rests:
                 rests[-1] += 1
@@ -81,10 +81,10 @@ def test_sequences_are_drafted_for_as_their_drafts_were_accepted() -> None:
     lengths = DraftLengths(costs([1.0, 1.0, 1.2, 3.0], [1.0, 1.0, 1.2, 3.0]))
     good, bad = keys(2)
     for _ in range(30):
-        lengths.choose([good, bad], [8, 8])
-        lengths.observe(good, chain(8), range(8))
-        lengths.observe(bad, chain(8), [])
-    most, least = lengths.choose([good, bad], [8, 8])
+        lengths.choose_lengths([good, bad], [8, 8])
+        lengths.observe_draft(good, make_chain(8), range(8))
+        lengths.observe_draft(bad, make_chain(8), [])
+    most, least = lengths.choose_lengths([good, bad], [8, 8])
     assert most == 8
     assert least <= 1
 
@@ -92,19 +92,19 @@ def test_sequences_are_drafted_for_as_their_drafts_were_accepted() -> None:
 def test_of_a_new_sequence_is_believed_what_was_seen_of_others() -> None:
     """Short answers end before much is seen of them."""
     table = costs([1.0, 1.0, 1.5, 6.0], [1.0, 1.2, 1.5, 6.0], 0.4, 0.25)
-    (at_first,) = DraftLengths(table).choose(keys(1), [8])
+    (at_first,) = DraftLengths(table).choose_lengths(keys(1), [8])
     assert 1 < at_first < 8
     for accepted in (range(8), []):
         lengths = DraftLengths(table)
         for old in keys(10):
             for _ in range(3):
-                (length,) = lengths.choose([old], [8])
+                (length,) = lengths.choose_lengths([old], [8])
                 if length:
-                    lengths.observe(old, chain(length), accepted[:length])
-            lengths.forget(old)
-        while lengths.rests:
-            lengths.choose([], [])
-        (chosen,) = lengths.choose(keys(1), [8])
+                    lengths.observe_draft(old, make_chain(length), accepted[:length])
+            lengths.forget_sequence(old)
+        while lengths.is_resting:
+            lengths.choose_lengths([], [])
+        (chosen,) = lengths.choose_lengths(keys(1), [8])
         assert chosen == 8 if accepted else chosen < at_first
 
 
@@ -113,10 +113,10 @@ def test_a_sequence_is_tried_again() -> None:
     (bad,) = keys(1)
     chosen = []
     for _ in range(1000):
-        (length,) = lengths.choose([bad], [4])
+        (length,) = lengths.choose_lengths([bad], [4])
         chosen.append(length)
         if length:
-            lengths.observe(bad, chain(length), [])
+            lengths.observe_draft(bad, make_chain(length), [])
     tries = [step for step, length in enumerate(chosen) if length]
     assert 2 < len(tries) < 200
     assert tries[-1] > 700
@@ -127,11 +127,11 @@ def test_a_drafter_that_finds_nothing_is_hardly_asked() -> None:
     lengths = DraftLengths(costs([1.0, 1.0, 1.5, 6.0], [1.0, 1.2, 1.5, 6.0], draft=0.1))
     some, asked = keys(4), 0
     for _ in range(2000):
-        chosen = lengths.choose(some, [4] * 4)
+        chosen = lengths.choose_lengths(some, [4] * 4)
         asked += any(chosen)
         for each, length in zip(some, chosen, strict=True):
             if length:
-                lengths.observe_none(each)
+                lengths.observe_no_draft(each)
     assert 2 < asked < 400
 
 
@@ -142,12 +142,12 @@ def test_the_time_of_steps_in_the_running_node_decides(slower: float, drafts: bo
     lengths, (only,) = DraftLengths(table), keys(1)
     counts = {True: 0, False: 0}
     for step in range(1000):
-        (length,) = lengths.choose([only], [4])
+        (length,) = lengths.choose_lengths([only], [4])
         if length:  # half of the guesses are right
-            lengths.observe(only, chain(length), range(min(length, step % 2)))
-            lengths.took(slower * (1.1 + 0.1 * length), 1, [length])
+            lengths.observe_draft(only, make_chain(length), range(min(length, step % 2)))
+            lengths.observe_time(slower * (1.1 + 0.1 * length), 1, [length])
         else:
-            lengths.took(1.0, 1, None)
+            lengths.observe_time(1.0, 1, None)
         counts[bool(length)] += 1
     assert (counts[True] > 800) is drafts, counts
     assert counts[True] > 2, "it is tried again"
@@ -162,13 +162,13 @@ def test_what_pays_for_many_sequences_is_found_not_to_pay_for_one() -> None:
     for size, steps in ((16, 300), (1, 100), (16, 100)):
         some, count = keys(size), 0
         for step in range(steps):
-            chosen = lengths.choose(some, [4] * size)
+            chosen = lengths.choose_lengths(some, [4] * size)
             for each, length in zip(some, chosen, strict=True):
                 if length:  # half of the guesses are right
-                    lengths.observe(each, chain(length), range(min(length, step % 2)))
-            plain = float(table.at(table.plain, size))
+                    lengths.observe_draft(each, make_chain(length), range(min(length, step % 2)))
+            plain = float(table.interpolate_costs(table.plain, size))
             seconds = plain if not any(chosen) else plain + 0.1 + 0.1 * max(chosen) + 1.0
-            lengths.took(seconds, size, [length for length in chosen if length] or None)
+            lengths.observe_time(seconds, size, [length for length in chosen if length] or None)
             count += any(chosen)
         drafted.append(count)
     many, one, again = drafted
@@ -194,17 +194,19 @@ def test_the_choice_is_the_best_of_all(
 
     def rate(chosen: tuple[int, ...]) -> float:
         if not any(chosen):
-            return float(batch / table.at(table.plain, batch))
+            return float(batch / table.interpolate_costs(table.plain, batch))
         tokens = batch + sum(
             share**place
             for share, length in zip(shares, chosen, strict=True)
             for place in range(1, length + 1)
         )
-        cost = table.at(table.verify, float(batch + sum(chosen)))
+        cost = table.interpolate_costs(table.verify, float(batch + sum(chosen)))
         return float(tokens / (cost + draft + (max(chosen) - 1) * deeper))
 
     best = max(rate(each) for each in itertools.product(*(range(n + 1) for n in limits)))
-    mine = rate(tuple(DraftLengths(table)._best(shares, limits, np.ones(batch)).tolist()))
+    mine = rate(
+        tuple(DraftLengths(table)._find_best_lengths(shares, limits, np.ones(batch)).tolist())
+    )
     assert mine == pytest.approx(best, rel=1e-9)
 
 
@@ -238,7 +240,7 @@ def test_on_a_node(monkeypatch: pytest.MonkeyPatch, overlap: str) -> None:
             oracle.learn([*prompt, *tokens])
         table = costs([1.0, 1.0, 1.1, 3.0], [1.0, 1.0, 1.1, 3.0], draft=0.3)
         monkeypatch.setattr(assembly, "make_drafter", lambda *_, oracle=oracle: oracle)
-        monkeypatch.setattr(assembly, "draft_lengths", lambda *_, t=table: DraftLengths(t))
+        monkeypatch.setattr(assembly, "make_draft_lengths", lambda *_, t=table: DraftLengths(t))
         server = tiny_node("unified", overlap_schedule=overlap)
         try:
             assert served(server, prompts, max_tokens=150) == expected

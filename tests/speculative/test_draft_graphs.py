@@ -15,12 +15,11 @@ from tiny import VOCAB_SIZE, tiny_model
 
 from pd.core.config import NodeConfig
 from pd.core.node_info import KVLayout
-from pd.core.request import Request, Sequence
 from pd.core.sampling_params import SamplingParams
 from pd.engine import draft_model, engine, step_graphs
 from pd.engine.cuda_graphs import GraphRecorder
 from pd.engine.draft_model import DraftModel
-from pd.engine.footprint import Footprint, MemoryBeside
+from pd.engine.footprint import ExtraMemory, Footprint
 from pd.engine.kv_pool import KVPool
 from pd.engine.model_runner import ModelRunner
 from pd.engine.sampler import Sampler
@@ -34,10 +33,11 @@ from pd.kernels.attention.base import (
     PlannedAttention,
     VerifyAttention,
 )
-from pd.kernels.attention.page_tables import extended
+from pd.kernels.attention.page_tables import extend_array
 from pd.kernels.attention.torch_backend import TorchAttention
-from pd.models.config import ModelConfig
+from pd.models.config_reader import read_model_config
 from pd.models.loader import load_model
+from pd.scheduling.request import Request, Sequence
 from pd.speculative.draft_model import ModelDrafter
 from pd.speculative.drafter import DraftRequest
 
@@ -77,7 +77,7 @@ class _Again:
 class _RecorderWithoutGpu:
     """Has ``replay`` compute again what was recorded, which leaves its result where it was."""
 
-    def record(self, compute: Callable[[], torch.Tensor]) -> tuple[_Again, torch.Tensor]:
+    def capture_graph(self, compute: Callable[[], torch.Tensor]) -> tuple[_Again, torch.Tensor]:
         return _Again(compute), compute()
 
 
@@ -94,7 +94,7 @@ class _Rows(PlannedAttention):
     def _fill(self, starts: np.ndarray, lengths: np.ndarray, pages: SequenceOf[np.ndarray]) -> None:
         missing = self._rows - int(lengths.sum())
         extra = np.array([self.pool.num_pages], np.int32)
-        starts, lengths = extended(starts, missing, 0), extended(lengths, missing, 1)
+        starts, lengths = extend_array(starts, missing, 0), extend_array(lengths, missing, 1)
         self._attention.plan(AttentionBatch(starts, lengths, [*pages, *[extra] * missing]))
         self.slots = self._attention.slots
 
@@ -132,13 +132,13 @@ class _TorchRows(TorchAttention):
         super().__init__(pool, num_heads)
         self._heads = num_heads
 
-    def decode_graph(self, rows: int, max_context: int) -> DecodeAttention:
+    def make_decode_graph(self, rows: int, max_context: int) -> DecodeAttention:
         return _Decode(self.pool, self._heads, rows)
 
-    def verify_graph(self, rows: int, max_context: int) -> VerifyAttention:
+    def make_verify_graph(self, rows: int, max_context: int) -> VerifyAttention:
         return _Verify(self.pool, self._heads, rows)
 
-    def mixed_graph(
+    def make_mixed_graph(
         self, tokens: int, singles: int, chunks: int, max_context: int
     ) -> MixedAttention:
         return _Mixed(self.pool, self._heads, tokens)
@@ -170,7 +170,7 @@ def config(**settings: Any) -> NodeConfig:
 @functools.cache
 def model() -> CausalLM:
     path = tiny_model()
-    own = ModelConfig.from_pretrained(path)
+    own = read_model_config(path)
     return load_model(path, own, dtype=torch.float32, device=DEVICE, load_format="dummy", seed=0)
 
 
@@ -200,8 +200,8 @@ class _Stream:
     def append(self, tokens: list[int]) -> None:
         for sequence, state in zip(self.sequences, self.states, strict=True):
             for token in tokens:
-                sequence.append(token)
-                state.observe(token)
+                sequence.append_token(token)
+                state.observe_token(token)
 
 
 @dataclass
@@ -221,7 +221,7 @@ class _Drafters:
         for name, graphs in zip(found._fields, found, strict=True):
             assert graphs is not None
             graphs.run = self._noted(name, graphs.run)  # type: ignore[method-assign]
-        captured._launch = self._noted("launched", captured._launch)  # type: ignore[method-assign]
+        captured._launch_kernels = self._noted("launched", captured._launch_kernels)  # type: ignore[method-assign]
         device = torch.device(DEVICE)
         self._both = [
             ModelDrafter(runner, Sampler(VOCAB_SIZE, device)) for runner in (plain, captured)
@@ -238,7 +238,7 @@ class _Drafters:
         """Have both compute the prompts before anything is drafted."""
         for number, drafter in enumerate(self._both):
             for stream in streams:
-                drafter.expect(stream.sequences[number])
+                drafter.expect_sequence(stream.sequences[number])
             while drafter.catch_up():
                 pass
 
@@ -250,11 +250,11 @@ class _Drafters:
                 DraftRequest(stream.sequences[number], stream.states[number], limit)
                 for stream, limit in zip(streams, limits, strict=True)
             ]
-            drafter.begin([])
+            drafter.begin_step([])
             if ON_GPU:
                 torch.cuda.set_sync_debug_mode(self.waits)
             try:
-                drafts = drafter.draft(requests, 0)
+                drafts = drafter.draft_tokens(requests, 0)
             finally:
                 if ON_GPU:
                     torch.cuda.set_sync_debug_mode("default")
@@ -353,19 +353,19 @@ def test_a_backend_without_graphs_has_none() -> None:
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have draft models capture graphs, which take 12,345 bytes, wherever this runs."""
     monkeypatch.setattr(step_graphs, "MIXED_SIZES", MIXED)
-    monkeypatch.setattr(draft_model, "lasting_of_drafting", lambda *_: 12_345)
+    monkeypatch.setattr(draft_model, "measure_draft_memory", lambda *_: 12_345)
     monkeypatch.setattr(draft_model, "GraphRecorder", lambda _: recorder())
     monkeypatch.setattr(draft_model, "find_attention_backend", lambda *_: attention())
     gpu = torch.device("cuda")
-    sizes = draft_model.decode_graph_sizes
-    monkeypatch.setattr(draft_model, "decode_graph_sizes", lambda config, _: sizes(config, gpu))
+    sizes = draft_model.choose_graph_sizes
+    monkeypatch.setattr(draft_model, "choose_graph_sizes", lambda config, _: sizes(config, gpu))
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize(
     ("given", "decode", "verify"),
     [
-        (None, [1, 2, 4, 8, 16, 24, 32], list(step_graphs.verify_sizes(64))),
+        (None, [1, 2, 4, 8, 16, 24, 32], list(step_graphs.choose_verify_sizes(64))),
         ((1, 3), [1, 3], [2, 3, 4, 5, 6]),
         ((0,), [], []),
     ],
@@ -375,7 +375,7 @@ def test_a_node_captures_what_its_flag_says(
     given: tuple[int, ...] | None, decode: list[int], verify: list[int]
 ) -> None:
     found = DraftModel.load(config(cuda_graph_batch_sizes=given), tiny_model())
-    runner = found.runner(40)
+    runner = found.make_runner(40)
     kinds = (runner.graphs, runner.verify_graphs, runner.mixed_graphs)
     sizes = [[] if graphs is None else graphs.sizes for graphs in kinds]
     assert sizes == [decode, verify, list(MIXED) if decode else []]
@@ -397,7 +397,7 @@ def test_the_nodes_pool_leaves_room_for_them(monkeypatch: pytest.MonkeyPatch) ->
     settings = config(device="cpu")
     beside = DraftModel.load(settings, tiny_model()).memory
     page = 2 * 2 * 2 * 8 * 4 * settings.page_size
-    assert beside == MemoryBeside(page, 12_345)
+    assert beside == ExtraMemory(page, 12_345)
     asked = []
 
     def num_pages(_: Any, page_bytes: int, device: torch.device, needs: Footprint) -> int:
@@ -406,8 +406,8 @@ def test_the_nodes_pool_leaves_room_for_them(monkeypatch: pytest.MonkeyPatch) ->
         gpu = replace(settings, mem_fraction=1.0)
         return sized(gpu, page_bytes, torch.device("cuda"), needs)
 
-    sized = engine._num_pages
-    monkeypatch.setattr(engine, "_num_pages", num_pages)
+    sized = engine._choose_num_pages
+    monkeypatch.setattr(engine, "_choose_num_pages", num_pages)
     built = engine.Engine.build(settings, beside)
     assert asked == [(2 * page, Footprint(0, 12_345))]
     assert built.pool.num_pages == (100 * 2 * page - 12_345) // (2 * page)

@@ -106,17 +106,17 @@ def test_drafting_is_timed_by_the_devices_clock(monkeypatch: pytest.MonkeyPatch)
     """One step with drafts later, if the device tells."""
 
     class Timer:
-        measures = True
+        has_measured = True
 
         def __init__(self, _: Any) -> None:
             self.marks = 0
 
-        def split(self) -> None:
+        def start_part(self) -> None:
             self.marks += 1
 
-        stop = split
+        stop = start_part
 
-        def parts(self) -> list[float]:
+        def read_parts(self) -> list[float]:
             assert self.marks == 3
             return [1.0, 20.0, 300.0]
 
@@ -153,7 +153,7 @@ def test_sequences_run_without_drafts_until_their_prompt_is_computed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(draft_model, "CATCH_UP_TOKENS", 16)
-    monkeypatch.setattr(draft_model.ModelDrafter, "expect", lambda *_: None)
+    monkeypatch.setattr(draft_model.ModelDrafter, "expect_sequence", lambda *_: None)
     (prompt,) = random_prompts(8, [200])
     with speculating(unified=1) as cluster:
         pending = cluster.client.generate(prompt, [cluster.unified[0]], max_tokens=60)
@@ -173,13 +173,13 @@ def done_with(drafter: Any, num_tokens: list[int]) -> bool:
 def held(server: NodeServer) -> Iterator[None]:
     """Computes nothing."""
     loop = server.node.step_loop
-    launch, gate = loop._launch, threading.Event()
+    launch, gate = loop._launch_step, threading.Event()
 
     def wait(*args: Any) -> Any:
         gate.wait(30.0)
         return launch(*args)
 
-    loop._launch = wait  # type: ignore[method-assign]
+    loop._launch_step = wait  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -200,7 +200,7 @@ def test_pages_of_ended_sequences_are_free_again() -> None:
                     pending.result()
         cluster.wait_idle()
         drafter: Any = server.node.core.drafter
-        free = partial(drafter._allocator.count, draft_model.PageState.FREE)
+        free = partial(drafter._allocator.count_pages, draft_model.PageState.FREE)
         wait_until(lambda: drafter._memories == {} and free() == 600 // 4, 10.0)
 
 
@@ -208,11 +208,11 @@ def test_ended_sequences_leave_nothing_on_a_node_that_is_busy_without_drafts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Because drafting never pays, and one answer is so long that no step is without works."""
-    monkeypatch.setattr(DraftLengths, "choose", lambda _, __, limits: [0] * len(limits))
+    monkeypatch.setattr(DraftLengths, "choose_lengths", lambda _, __, limits: [0] * len(limits))
     with speculating(prefill=1, decode=1) as cluster:
         node, pair = cluster.decode[0].node, list(cluster.pair)
         drafter: Any = node.core.drafter
-        free = partial(drafter._allocator.count, draft_model.PageState.FREE)
+        free = partial(drafter._allocator.count_pages, draft_model.PageState.FREE)
         pages = free()
         with held(cluster.prefill[0]):
             prompts = [len(prompt) for prompt in PROMPTS]

@@ -18,16 +18,18 @@ from counters import counter
 from drafters import draft_only_last_siblings, note_accepted_siblings
 from tiny import CONTEXT, tiny_cluster, tiny_head
 
-from pd.core.request import Request, Sequence
 from pd.core.sampling_params import SamplingParams
 from pd.engine.eagle import CarriedState, EagleWriter
+from pd.engine.forward_item import ForwardItem
 from pd.engine.kv_pool import KVPool
-from pd.engine.model_runner import ForwardItem, ModelRunner
+from pd.engine.model_runner import ModelRunner
 from pd.engine.sampling_state import SamplingState
 from pd.kernels import acceptance, drafting
-from pd.kernels.acceptance import Accepted, Trees, accept
+from pd.kernels.acceptance import accept_drafts
 from pd.kernels.attention import AttentionBatch, find_attention_backend
-from pd.kernels.sampling import gumbel_noise, noise_keys
+from pd.kernels.draft_tensors import Accepted, Trees
+from pd.kernels.sampling import make_gumbel_noise, mix_noise_keys
+from pd.scheduling.request import Request, Sequence
 from pd.speculative import eagle as eagle_drafter
 from pd.speculative.draft import Draft
 from pd.speculative.shape import DraftShape
@@ -91,7 +93,7 @@ class Notes:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made: list[tuple[Sequence, int, Draft, SamplingState]] = []
-        draft = eagle_drafter.EagleDrafter._draft
+        draft = eagle_drafter.EagleDrafter._draft_asks
 
         def note(drafter: Any, asks: Any, ends: Any) -> Any:
             drafts = draft(drafter, asks, ends)
@@ -102,7 +104,7 @@ class Notes:
                     self.made.append((ask.sequence, position + 1, made, ask.choice))
             return drafts
 
-        monkeypatch.setattr(eagle_drafter.EagleDrafter, "_draft", note)
+        monkeypatch.setattr(eagle_drafter.EagleDrafter, "_draft_asks", note)
 
     def drafts(self) -> list[Made]:
         return [
@@ -136,7 +138,7 @@ class OnePass:
         )
         asks = [eagle_drafter._Ask(sequence, CarriedState(2), made.choice, size, count + size)]
         ends = eagle_drafter._Ends(*numbers(made.ids[-1:], [count - 1]), [0])
-        (draft,) = drafter._draft(asks, ends)
+        (draft,) = drafter._draft_asks(asks, ends)
         assert draft is not None
         return draft.batch.tokens.tolist()[:size]
 
@@ -154,22 +156,24 @@ class OnePass:
         names = head.target_ids
         params, best = made.choice.params, logits.float()
         if not params.greedy:
-            position = made.choice.position(len(path))
+            position = made.choice.find_position(len(path))
             (noise_at,) = numbers([[made.choice.seed, position]])
-            keys = noise_keys(noise_at)
-            best = best / params.temperature + gumbel_noise(keys, best.shape[1], names)
+            keys = mix_noise_keys(noise_at)
+            best = best / params.temperature + make_gumbel_noise(keys, best.shape[1], names)
         order = best[0].argsort(descending=True)
         return (order if names is None else names[order]).tolist()
 
     def _computed(self, ids: list[int]) -> tuple[KVPool, EagleWriter, Any, Any]:
         """All but the last token, computed by the model in one pass."""
         pool = KVPool(msgspec.structs.replace(self._layout, page_size=16), 40, DEVICE)
-        writer = EagleWriter.of(self._runner.eagle.head, self._runner.model, pool, _Config())
+        writer = EagleWriter.build_for_pool(
+            self._runner.eagle.head, self._runner.model, pool, _Config()
+        )
         kind = find_attention_backend("torch", DEVICE, torch.float32, 8)
         runner = ModelRunner.build(self._runner.model, pool, kind, prompts=False, eagle=writer)
         pages, known = np.arange(40, dtype=np.int32), np.array(ids, np.int32)
         runner.forward([ForwardItem(known[:-1], 0, pages)])
-        writer.keep(*numbers([2], [len(ids) - 2], [-1]))
+        writer.keep_states(*numbers([2], [len(ids) - 2], [-1]))
         return pool, writer, known, pages
 
 
@@ -298,7 +302,7 @@ def test_drafts_of_a_gpus_kernels_are_those_of_one_pass(monkeypatch: pytest.Monk
     triton_device.skip_unless_interpreter_works()
     notes = Notes(monkeypatch)
     for module in (acceptance, drafting):
-        monkeypatch.setattr(module, "use_triton", lambda _: True)
+        monkeypatch.setattr(module, "uses_triton", lambda _: True)
     with speculating("unified", page_size=4, overlap_schedule="on") as cluster:
         for _ in range(2):
             answers(cluster, tokens=6)
@@ -324,13 +328,13 @@ def test_acceptance_on_the_device_that_differs_from_the_hosts_is_noticed(
     changes drafts, and nothing else where every step begins with what the host has read."""
 
     def one_more(sampled: torch.Tensor, trees: Trees, width: int) -> Accepted:
-        found = accept(sampled, trees, width)
+        found = accept_drafts(sampled, trees, width)
         more = (found.last + 1 < trees.counts).long()
         last = found.last + more
         tokens = sampled[trees.rows + last + 1]
         return Accepted(last, found.counts + more, tokens, found.positions + more, found.path)
 
-    monkeypatch.setattr(eagle_drafter, "accept", one_more)
+    monkeypatch.setattr(eagle_drafter, "accept_drafts", one_more)
     notes = Notes(monkeypatch)
     with speculating("unified", overlap_schedule="off") as cluster:
         assert answers(cluster) == plain
@@ -356,7 +360,7 @@ def test_sequences_that_come_back_are_drafted_for_as_before(
         server = targets(cluster)[-1]
         decode: Any = server.node.scheduler.decode
         pool: Any = server.node.engine.pool
-        retract, scatter = decode._retract, pool.scatter_pages
+        retract, scatter = decode._retract_sequence, pool.scatter_pages
         retracted: dict[Sequence, int] = {}
 
         def note_retraction(sequence: Sequence) -> None:
@@ -367,7 +371,7 @@ def test_sequences_that_come_back_are_drafted_for_as_before(
             returned.append(len(pages))
             scatter(pages, host)
 
-        decode._retract, pool.scatter_pages = note_retraction, note_return
+        decode._retract_sequence, pool.scatter_pages = note_retraction, note_return
         sent = [
             cluster.client.generate(prompt, targets(cluster), max_tokens=60) for prompt in prompts
         ]
@@ -421,13 +425,13 @@ def test_no_token_is_computed_twice_for_its_state(
 ) -> None:
     """But for tokens before those that an earlier request left in the cache."""
     reread = []
-    begin = eagle_drafter.EagleDrafter.begin
+    begin = eagle_drafter.EagleDrafter.begin_step
 
     def note(drafter: Any, works: Any) -> None:
         begin(drafter, works)
         reread.extend(work.sequence.request.rid for work in works if work.reread)
 
-    monkeypatch.setattr(eagle_drafter.EagleDrafter, "begin", note)
+    monkeypatch.setattr(eagle_drafter.EagleDrafter, "begin_step", note)
     (prompt,) = random_prompts(9, [100])
     with speculating(kind, overlap_schedule=overlap, page_size=16) as cluster:
         for drafted in (DRAFTED, 0):
@@ -442,7 +446,7 @@ def test_no_token_is_computed_twice_for_its_state(
 
 
 TREES = {"speculative_num_draft_tokens": 7, "speculative_topk": 3}
-assert not DraftShape.best(7, 3).tree.is_chain
+assert not DraftShape.build_best(7, 3).tree.is_chain
 
 
 TREE_CELLS = list(itertools.product(("unified", "split"), (1, 16, 64), ("off", "on")))
@@ -493,7 +497,7 @@ def leave_in_place(*_: Any) -> None:
 
 def accept_another_branch(sampled: torch.Tensor, trees: Trees, width: int) -> Accepted:
     """Accept on the device, but name another guess for one that is not the likeliest."""
-    found = accept(sampled, trees, width)
+    found = accept_drafts(sampled, trees, width)
     return found._replace(path=torch.where(found.path > 0, found.path - 1, found.path))
 
 
@@ -502,11 +506,11 @@ def take_another_branch(draft: Draft, sampled: list[int]) -> list[int]:
     return [0] if draft_path(draft, sampled) else []
 
 
-draft_path = Draft.path
+draft_path = Draft.find_accepted
 TREE_FAULTS: dict[str, tuple[Any, str, Any]] = {
     "KV is not moved": (eagle_drafter.EagleDrafter, "_move_accepted", leave_in_place),
-    "KV of another branch": (eagle_drafter, "accept", accept_another_branch),
-    "tokens of another branch": (Draft, "path", take_another_branch),
+    "KV of another branch": (eagle_drafter, "accept_drafts", accept_another_branch),
+    "tokens of another branch": (Draft, "find_accepted", take_another_branch),
 }
 
 
@@ -540,7 +544,7 @@ def test_guesses_of_a_tree_are_the_likeliest_after_each_path() -> None:
         ):
             choice = SamplingState(params, np.array(prompt[:-3], np.int32), (), 256)
             for _ in range(3):
-                choice.observe(1)
+                choice.observe_token(1)
             tree, size = again.shape.tree, again.shape.tree.size
             made = Made(prompt, Draft(None, 0, tree), choice)  # type: ignore[arg-type]
             drafted = again.draft(made)
@@ -551,8 +555,8 @@ def test_guesses_of_a_tree_are_the_likeliest_after_each_path() -> None:
 
 
 SHARP_FAULTS = {
-    ("split", "draft"),
-    ("unified", "follow"),
+    ("split", "draft_tokens"),
+    ("unified", "follow_step"),
 }
 
 
@@ -561,7 +565,7 @@ SHARP_FAULTS = {
     [
         cell if cell in SHARP_FAULTS else pytest.param(*cell, marks=pytest.mark.full)
         for cell in itertools.product(
-            ("unified", "split"), ("begin", "draft", "follow", "_copy_states")
+            ("unified", "split"), ("begin_step", "draft_tokens", "follow_step", "_copy_states")
         )
     ],
 )
@@ -587,8 +591,8 @@ def test_a_drafter_that_raises_now_and_then_changes_nothing(
 @pytest.mark.parametrize(
     ("raising", "method", "every"),
     [
-        pytest.param(eagle_drafter.EagleDrafter, "begin", 10, marks=pytest.mark.full),
-        (EagleWriter, "upload", 61),
+        pytest.param(eagle_drafter.EagleDrafter, "begin_step", 10, marks=pytest.mark.full),
+        (EagleWriter, "upload_state", 61),
     ],
     ids=["before all works", "between works"],
 )
@@ -616,14 +620,14 @@ def test_drafts_after_a_failed_preparation_are_those_of_one_pass(
 def test_nothing_is_drafted_beyond_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence that fills the context has no page for more."""
     beyond = []
-    draft = eagle_drafter.EagleDrafter._draft
+    draft = eagle_drafter.EagleDrafter._draft_asks
 
     def note(drafter: Any, asks: Any, ends: Any) -> Any:
         requests = [(ask, ask.sequence.request) for ask in asks if ask.sequence.request.room]
         beyond.extend(ask.most - len(r.prompt) - r.params.max_tokens for ask, r in requests)
         return draft(drafter, asks, ends)
 
-    monkeypatch.setattr(eagle_drafter.EagleDrafter, "_draft", note)
+    monkeypatch.setattr(eagle_drafter.EagleDrafter, "_draft_asks", note)
     (prompt,) = random_prompts(6, [CONTEXT - 20])
     with tiny_cluster(0, 0, 1) as cluster:
         expected = cluster.client.generate(prompt, [cluster.unified[0]], max_tokens=20).result()

@@ -220,7 +220,7 @@ def test_a_drafter_that_raises_ends_no_request(
     plain: dict[str, list[Pending]], drafts_with: Callable[[Drafter], None]
 ) -> None:
     class Broken(Oracle):
-        def draft(self, *_: Any) -> Any:
+        def draft_tokens(self, *_: Any) -> Any:
             raise MemoryError("no page left")
 
         def catch_up(self) -> bool:

@@ -101,7 +101,7 @@ def test_choices_and_requests_are_given_up_while_their_drafts_are_made() -> None
         cluster.wait_idle(20)
         for server in targets(cluster):
             with server.node.core.events.lock:
-                server.node.check()
+                server.node.check_books()
 
 
 def raising_now_and_then(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,11 +120,11 @@ def raising_now_and_then(call: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     "where",
     [
-        pytest.param("begin", marks=pytest.mark.full),
-        "draft",
+        pytest.param("begin_step", marks=pytest.mark.full),
+        "draft_tokens",
         "_move_accepted",
         pytest.param("nowhere", marks=pytest.mark.full),
-        pytest.param("accept", marks=pytest.mark.full),
+        pytest.param("accept_drafts", marks=pytest.mark.full),
     ],
 )
 def test_trees_of_a_drafter_that_raises(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
@@ -132,9 +132,9 @@ def test_trees_of_a_drafter_that_raises(monkeypatch: pytest.MonkeyPatch, where: 
     (other,) = plain_answer(PROMPTS[0], max_tokens=3)
     draft_only_last_siblings(monkeypatch, [*PROMPTS[1], *expected])
     siblings = note_accepted_siblings(monkeypatch)
-    place: Any = eagle_drafter if where == "accept" else EagleDrafter
-    if where == "draft":
-        monkeypatch.setattr(EagleDrafter, "draft", raising_always)
+    place: Any = eagle_drafter if where == "accept_drafts" else EagleDrafter
+    if where == "draft_tokens":
+        monkeypatch.setattr(EagleDrafter, "draft_tokens", raising_always)
     elif where != "nowhere":
         monkeypatch.setattr(place, where, raising_now_and_then(getattr(place, where)))
     with speculating(**TREES) as cluster:
@@ -147,7 +147,7 @@ def test_trees_of_a_drafter_that_raises(monkeypatch: pytest.MonkeyPatch, where: 
         cluster.wait_idle()
         again = cluster.client.generate(PROMPTS[1], targets(cluster), max_tokens=100, **SEEDED)
         assert again.result(20) == [expected], "what was cached is wrong"
-        if where != "draft":
+        if where != "draft_tokens":
             assert len(siblings) > 10
 
 
@@ -160,7 +160,7 @@ def test_no_page_is_released_while_it_is_drafted_in(monkeypatch: pytest.MonkeyPa
     (answer,) = plain_answer(PROMPTS[0], max_tokens=30)
     stop = next(t for i, t in enumerate(answer) if i > 5 and t not in answer[:i])
     batches: dict[Any, DraftedTokens] = {}
-    draft, release, released = EagleDrafter._draft, Memory.release, list[bool]()
+    draft, release, released = EagleDrafter._draft_asks, Memory.release_pages, list[bool]()
 
     def note_draft(self: EagleDrafter, asks: Any, ends: Any) -> Any:
         made = draft(self, asks, ends)
@@ -172,8 +172,8 @@ def test_no_page_is_released_while_it_is_drafted_in(monkeypatch: pytest.MonkeyPa
             released.append(batches[sequence].is_complete)
         release(self, sequence)
 
-    monkeypatch.setattr(EagleDrafter, "_draft", note_draft)
-    monkeypatch.setattr(Memory, "release", note_release)
+    monkeypatch.setattr(EagleDrafter, "_draft_asks", note_draft)
+    monkeypatch.setattr(Memory, "release_pages", note_release)
     with speculating(overlap_schedule="on") as cluster:
         params = {"max_tokens": 30, "stop_token_ids": (stop,)}
         cluster.client.generate(PROMPTS[0], targets(cluster), **params).result(20)
@@ -191,14 +191,14 @@ class FailingSampler:
         if place == self._where and next(self.calls) % 3 == 0:
             raise torch.OutOfMemoryError("no memory")
 
-    def prepare(self, draws: Any, drafts: torch.Tensor) -> Any:
-        prepared = self._sampler.prepare(draws, drafts=drafts)
+    def prepare_draws(self, draws: Any, drafts: torch.Tensor) -> Any:
+        prepared = self._sampler.prepare_draws(draws, drafts=drafts)
         self._fail("prepare")
         return prepared
 
-    def choose(self, logits: torch.Tensor, prepared: Any) -> Any:
+    def choose_tokens(self, logits: torch.Tensor, prepared: Any) -> Any:
         self._fail("choose")
-        return self._sampler.choose(logits, prepared)
+        return self._sampler.choose_tokens(logits, prepared)
 
 
 def draft_model_cluster(num_tokens: int) -> Cluster:
@@ -248,13 +248,13 @@ def test_penalties_after_a_pass_of_a_draft_model_failed(penalty: str) -> None:
 
 def test_sequences_without_a_row_are_not_drafted_for(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = plain_answer(PROMPTS[1], max_tokens=24)
-    rows, draft = list[int](), EagleDrafter._draft
+    rows, draft = list[int](), EagleDrafter._draft_asks
 
     def note(self: EagleDrafter, asks: Any, ends: Any) -> Any:
         rows.extend(ask.state.row for ask in asks if ask.sequence.request.room)
         return draft(self, asks, ends)
 
-    monkeypatch.setattr(EagleDrafter, "_draft", note)
+    monkeypatch.setattr(EagleDrafter, "_draft_asks", note)
     with speculating() as cluster:
         writer: Any = cluster.unified[0].node.engine.runner.eagle
         free, writer._free = list(writer._free), type(writer._free)()
@@ -272,7 +272,7 @@ def test_sequences_without_a_row_get_one_that_comes_free(
     monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     expected = plain_answer(PROMPTS[1], max_tokens=60)
-    begin, works = EagleDrafter.begin, list[Any]()
+    begin, works = EagleDrafter.begin_step, list[Any]()
     with speculating(kind) as cluster:
         drafter: Any = targets(cluster)[-1].node.core.drafter
         writer = drafter._writer
@@ -285,7 +285,7 @@ def test_sequences_without_a_row_get_one_that_comes_free(
                 if len(works) == 12:
                     writer._free.extend(free)
 
-        monkeypatch.setattr(EagleDrafter, "begin", note)
+        monkeypatch.setattr(EagleDrafter, "begin_step", note)
         asked = cluster.client.generate(PROMPTS[1], targets(cluster), max_tokens=60)
         assert asked.result(20) == expected
         cluster.wait_idle()

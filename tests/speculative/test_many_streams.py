@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from pd import assembly
 from pd.core.sampling_params import choice_seed
 from pd.embedded import EMBEDDED_MODEL
-from pd.kernels.sampling import gumbel_noise, noise_keys
+from pd.kernels.sampling import make_gumbel_noise, mix_noise_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,7 +71,7 @@ class Judge:
         tokens = torch.tensor([prompt + ours[:place]])
         logits = self._model(tokens).logits[0, -1]
         noise_at = torch.tensor([[choice_seed(seed, 0), len(prompt) + place]])
-        noise = gumbel_noise(noise_keys(noise_at), self._vocab)[0]
+        noise = make_gumbel_noise(mix_noise_keys(noise_at), self._vocab)[0]
         scores = logits + noise.double()
         return float(abs(scores[ours[place]] - scores[theirs[place]]))
 

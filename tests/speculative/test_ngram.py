@@ -26,7 +26,7 @@ def draft(ids: list[int], limit: int = 3) -> list[int]:
 
 
 def drafts(asks: list[Any], cache: NgramCache | None = None) -> list[list[int]]:
-    made = NgramDrafter(torch.device("cpu"), cache).draft(asks, 0)
+    made = NgramDrafter(torch.device("cpu"), cache).draft_tokens(asks, 0)
     return [[] if each is None else each.tokens.tolist() for each in made]
 
 
@@ -71,7 +71,7 @@ def test_every_draft_followed_an_equal_ending(ids: list[int], limit: int) -> Non
 def cache_of(*texts: list[int], namespace: str = "") -> NgramCache:
     cache = NgramCache()
     for text in texts:
-        cache.add(namespace, np.array(text, np.int32), 0)
+        cache.add_text(namespace, np.array(text, np.int32), 0)
     return cache
 
 

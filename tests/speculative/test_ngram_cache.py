@@ -20,21 +20,21 @@ from pd.speculative.ngram_cache import LONGEST, UNUSED_SECONDS, NgramCache
 if TYPE_CHECKING:
     import pytest
 
-    from pd.core.request import Sequence
+    from pd.scheduling.request import Sequence
 
 LENGTHS = (4, 8, 16)
 TEXT = list(range(100, 140))
 
 
 def add(cache: NgramCache, text: list[int], namespace: str = "", start: int = 0) -> None:
-    cache.add(namespace, np.array(text, np.int32), start)
+    cache.add_text(namespace, np.array(text, np.int32), start)
 
 
 def find(
     cache: NgramCache, text: list[int], namespace: str = "", longer_than: int = 0, limit: int = 3
 ) -> list[int]:
     ending = np.array(text[-LONGEST:], np.int32)
-    return cache.find(namespace, ending, longer_than, limit).tolist()
+    return cache.find_continuation(namespace, ending, longer_than, limit).tolist()
 
 
 def cache_of(namespaces: int, clock: list[float] | None = None) -> NgramCache:
@@ -105,7 +105,7 @@ def test_clear_drops_everything() -> None:
     cache = NgramCache()
     add(cache, TEXT)
     assert cache.num_bytes > 0
-    cache.clear()
+    cache.clear_texts()
     assert cache.num_bytes == 0
     assert find(cache, TEXT[:20]) == []
     add(cache, TEXT)
@@ -249,7 +249,7 @@ def test_searches_while_others_add_are_right() -> None:
         for index, start in enumerate(starts):
             add(cache, list(range(start, start + 50)))
             if index % 500 == 499:
-                cache.clear()
+                cache.clear_texts()
         done.set()
 
     thread = threading.Thread(target=feed)
@@ -269,16 +269,16 @@ class Recorder(NgramCache):
         super().__init__()
         self.given: list[tuple[str, list[int]]] = []
 
-    def add(self, namespace: str, ids: np.ndarray, start: int) -> None:
+    def add_text(self, namespace: str, ids: np.ndarray, start: int) -> None:
         """See :class:`NgramCache`."""
         self.given.append((namespace, ids[start:].tolist()))
-        super().add(namespace, ids, start)
+        super().add_text(namespace, ids, start)
 
 
 def compute(memory: Memory, sequence: Sequence, num_tokens: int) -> None:
-    assert memory.grow(sequence, num_tokens)
+    assert memory.grow_pages(sequence, num_tokens)
     sequence.num_computed = num_tokens
-    memory.cache(sequence)
+    memory.cache_tokens(sequence)
 
 
 def test_memory_gives_it_each_computed_token_once() -> None:
@@ -287,18 +287,18 @@ def test_memory_gives_it_each_computed_token_once() -> None:
     first = make_request(list(range(20)), namespace="a").sequence
     compute(memory, first, 3)  # less than a page
     compute(memory, first, 11)
-    memory.cache(first)
+    memory.cache_tokens(first)
     compute(memory, first, 20)
-    memory.release(first)
+    memory.release_pages(first)
     expected = [list(range(3)), list(range(3, 11)), list(range(11, 20))]
     assert recorder.given == [("a", each) for each in expected]
     # What is matched is not computed.
     recorder.given.clear()
     second = make_request([*range(20), 30, 31, 32], namespace="a").sequence
-    assert memory.match(second, 22) == 20
+    assert memory.match_prefix(second, 22) == 20
     compute(memory, second, 23)
     assert recorder.given == [("a", [30, 31, 32])]
-    memory.release(second)
+    memory.release_pages(second)
 
 
 def test_a_text_is_given_again_if_it_is_computed_again() -> None:
@@ -307,9 +307,9 @@ def test_a_text_is_given_again_if_it_is_computed_again() -> None:
     memory = Memory(64, 4, RadixCache(4), recorder)
     for _ in range(2):
         sequence = make_request(list(range(8))).sequence
-        memory.match(sequence, 4)
+        memory.match_prefix(sequence, 4)
         compute(memory, sequence, 8)
-        memory.release(sequence)
+        memory.release_pages(sequence)
     assert recorder.given == [("", list(range(8))), ("", list(range(4, 8)))]
 
 
@@ -318,7 +318,7 @@ def test_flushing_the_prefix_cache_empties_it() -> None:
     memory = Memory(64, 4, RadixCache(4), cache)
     sequence = make_request(TEXT).sequence
     compute(memory, sequence, len(TEXT))
-    memory.release(sequence)
+    memory.release_pages(sequence)
     assert find(cache, TEXT[:20]) == TEXT[20:23]
-    memory.flush()
+    memory.flush_cache()
     assert find(cache, TEXT[:20]) == []

@@ -12,7 +12,7 @@ from cluster import random_prompts
 from drafters import SEED, plant_right_guesses
 from tiny import tiny_cluster, tiny_head
 
-from pd.kernels.acceptance import Accepted, Trees, accept
+from pd.kernels.acceptance import accept_drafts
 from pd.scheduling.decode import DecodeScheduler
 from pd.scheduling.step import LaunchedStep, Work
 from pd.speculative import eagle as eagle_drafter
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
     from cluster import Cluster, Pending
 
+    from pd.kernels.draft_tensors import Accepted, Trees
     from pd.launch import NodeServer
 
 EVERY_OTHER = tuple(range(0, 256, 2))
@@ -94,14 +95,14 @@ class Settled:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.found: list[tuple[int, int]] = []
-        settle = Work.settle
+        settle = Work.settle_unread
 
         def note(work: Work, accepted: int) -> None:
-            if work.unread:
-                self.found.append((accepted, work.unread))
+            if work.num_unread:
+                self.found.append((accepted, work.num_unread))
             settle(work, accepted)
 
-        monkeypatch.setattr(Work, "settle", note)
+        monkeypatch.setattr(Work, "settle_unread", note)
 
 
 PROMPTS = list(random_prompts(33, [5, 40, 90, 130, 17, 64, 3, 55, 70, 31, 12, 48, 99, 8]))
@@ -160,7 +161,7 @@ def test_drafts_are_of_any_length(
     def choose(_: DraftLengths, sequences: Sequence[Any], limits: Sequence[int]) -> list[int]:
         return [rng.choice((0, limit, rng.randint(0, limit))) for limit in limits]
 
-    monkeypatch.setattr(DraftLengths, "choose", choose)
+    monkeypatch.setattr(DraftLengths, "choose_lengths", choose)
     with speculating(shape, page_size=4) as cluster:
         asked = ask_all(cluster, PROMPTS, random.Random(SEED))
         assert [pending.result() for pending in asked] == plain
@@ -172,7 +173,7 @@ def test_a_drafter_that_fails_beside_unread_guesses(
     monkeypatch: pytest.MonkeyPatch, plain: list[Any]
 ) -> None:
     print(f"seed {SEED}")
-    begin, item, rng = EagleDrafter.begin, Work.item, random.Random(SEED)
+    begin, item, rng = EagleDrafter.begin_step, Work.make_item, random.Random(SEED)
     settled, reread = Settled(monkeypatch), list[Work]()
 
     def fail(drafter: EagleDrafter, works: Sequence[Any]) -> None:
@@ -181,12 +182,12 @@ def test_a_drafter_that_fails_beside_unread_guesses(
             raise MemoryError("no room")
 
     def note(work: Work, *args: int) -> Any:
-        if work.unread and work.reread:
+        if work.num_unread and work.reread:
             reread.append(work)
         return item(work, *args)
 
-    monkeypatch.setattr(EagleDrafter, "begin", fail)
-    monkeypatch.setattr(Work, "item", note)
+    monkeypatch.setattr(EagleDrafter, "begin_step", fail)
+    monkeypatch.setattr(Work, "make_item", note)
     with speculating("chain") as cluster:
         asked = ask_all(cluster, PROMPTS, random.Random(SEED))
         assert [pending.result() for pending in asked] == plain
@@ -233,7 +234,7 @@ def test_works_with_drafts_are_not_read_before_the_next_is_launched(
 
 def one_more(sampled: torch.Tensor, trees: Trees, width: int) -> Accepted:
     """Accept on the device one guess more than the host, if there is one."""
-    found = accept(sampled, trees, width)
+    found = accept_drafts(sampled, trees, width)
     more = (found.last + 1 < trees.counts).long()
     last = found.last + more
     return found._replace(
@@ -245,7 +246,7 @@ def test_a_device_that_accepts_otherwise_than_the_host_is_noticed(
     monkeypatch: pytest.MonkeyPatch, plain: list[Any]
 ) -> None:
     """The comparisons above can fail."""
-    monkeypatch.setattr(eagle_drafter, "accept", one_more)
+    monkeypatch.setattr(eagle_drafter, "accept_drafts", one_more)
     plant_right_guesses(monkeypatch, known(plain))
     with speculating("chain") as cluster:
         asked = ask_all(cluster, PROMPTS, random.Random(SEED))

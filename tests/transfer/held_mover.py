@@ -29,7 +29,7 @@ class HeldTarget(Target):
     def description(self) -> bytes:
         return msgspec.msgpack.encode((self.buffers.data_ptr(), *self.buffers.shape))
 
-    def progress(self) -> None:
+    def make_progress(self) -> None:
         self.progressed += 1
 
     def close(self) -> None:
@@ -50,7 +50,7 @@ class HeldPath(Path):
         self.flying: dict[int, tuple[int, int]] = {}
         self.closed = False
 
-    def write(self, source: int, target: int, num_bytes: int) -> None:
+    def begin_write(self, source: int, target: int, num_bytes: int) -> None:
         assert target not in self.flying, "written twice"
         assert source not in [source for source, _ in self.flying.values()], "sent twice"
         self.flying[target] = (source, num_bytes)
@@ -110,13 +110,13 @@ class HeldMover(Mover):
                 self.refused += 1
             raise MoverError(self.refuses, lasting=self.lasting)
 
-    def target(self, buffers: torch.Tensor, peer: str, origin: str) -> Target:
+    def make_target(self, buffers: torch.Tensor, peer: str, origin: str) -> Target:
         self._refuse()
         time.sleep(self.slow)
         self.targets.append(HeldTarget(self, buffers, peer))
         return self.targets[-1]
 
-    def path(
+    def make_path(
         self, buffers: torch.Tensor, description: bytes, peer: str, wake: Callable[[], None]
     ) -> Path:
         self._refuse()

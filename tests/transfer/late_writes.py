@@ -12,15 +12,15 @@ import random
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from transfer_helpers import node_info
+from transfer_helpers import SEED, node_info
 
 from pd.core.errors import TransferError
 from pd.core.messages import Reservation
 from pd.core.node_info import KVLayout, Plane
-from pd.core.starvation import CEILING_SECONDS
 from pd.engine.kv_pool import KVPool
 from pd.transfer.base import TransferState
 from pd.transfer.fake.manager import FakeManager
@@ -36,20 +36,24 @@ from pd.transfer.fake.script import (
 )
 from pd.transfer.registry import manager_class
 from pd.transfer.tcp.manager import TcpManager
+from pd.util.starvation import CEILING_SECONDS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Generator
 
     import numpy.typing as npt
 
-    from pd.transfer.base import IntArray, Sender, TransferManager
+    from pd.transfer.base import Sender, TransferManager
     from pd.transfer.fake.script import AnyRule
+    from pd.transfer.kv_buffer import IntArray
 
 PAGES_P, PAGES_D = 10, 8
 PAGE_P, PAGE_D = 2, 4
 LAYERS = 2
 MAX_TOKENS = 14
 POISON = -1.0
+# Schedules that run at a time.
+_WIDTH = 8
 # Beside a layer of K and V: another one of one vector for each token, cached for itself.
 EXTRA_PLANES = (Plane("head", 1, 1, 1, "float32", vectors=1, sharded=False, group=1),)
 
@@ -215,7 +219,7 @@ class Schedule:
         self._upset_at: list[tuple[float, str]] = []
         self.committed = self.aborted = self.restarts = 0
 
-    def steps(self) -> Iterator[None]:
+    def steps(self) -> Generator[None]:
         """Run; the caller may do other things at each yield."""
         try:
             for node in (self._p, self._d):
@@ -354,7 +358,7 @@ class Schedule:
                 self._tell(self._d, "drained", number)
         elif kind == "drained":
             for old in [r for r in node.pages.quarantine if r.number == number]:
-                old.end.peer_drained()
+                old.end.on_peer_drained()
         elif kind == "commit" and room is not None:
             layout = self._d.pages.pool.layout
             room.end.commit(layout.missing_bytes(room.cached, room.tokens))
@@ -497,3 +501,38 @@ class Schedule:
             if sender.drained():
                 del self._p.undrained[number]
                 self._tell(self._d, "drained", number)
+
+
+AnySchedule = TypeVar("AnySchedule", bound=Schedule)
+
+
+def run_schedules(
+    name: str, count: int, make: Callable[[str], AnySchedule], *, series: str = ""
+) -> list[AnySchedule]:
+    """Run schedules, a few at a time since they mostly wait.
+
+    Args:
+        make: makes a schedule from its seed.
+    """
+    print(f"PD_TEST_SEED={SEED}: {count} schedules of {name}")
+    done: list[AnySchedule] = []
+    running: list[tuple[str, Generator[None]]] = []
+    left = iter(f"{SEED}/{series}{name}/{number}" for number in range(count))
+    while True:
+        for seed in islice(left, _WIDTH - len(running)):
+            done.append(make(seed))
+            running.append((seed, done[-1].steps()))
+        if not running:
+            return done
+        for entry in list(running):
+            seed, steps = entry
+            try:
+                next(steps)
+            except StopIteration:
+                running.remove(entry)
+            except AssertionError as error:
+                for _, others in running:
+                    others.close()
+                error.add_note(f"in schedule {seed}")
+                raise
+        time.sleep(0.0002)

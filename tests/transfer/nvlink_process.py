@@ -79,8 +79,8 @@ class _ShmNode(_Node):
     def abort(self, room: int) -> None:
         self.ends[room].abort()
 
-    def peer_drained(self, room: int) -> None:
-        self.ends[room].peer_drained()
+    def on_peer_drained(self, room: int) -> None:
+        self.ends[room].on_peer_drained()
 
 
 def _serve(pipe: Connection, instance: str, role: str) -> None:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pd.core.node_info import KVLayout
-    from pd.transfer.base import KVBuffer, KVPlane
+    from pd.transfer.kv_buffer import KVBuffer, KVPlane
     from pd.transfer.ranges import Block
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -81,7 +81,7 @@ def nodes_in_shared_memory() -> Iterator[list[ShmDevice]]:
         return made[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kv_pool, "_zeros", zeros)
+        patch.setattr(kv_pool, "_allocate_zeros", zeros)
         patch.setattr(NvlinkBackend, "obstacle", lambda self, device: None)
         patch.setattr(nvlink, "CudaDevice", device)
         yield made
@@ -110,14 +110,14 @@ class ShmTicket:
         self.waited = False
         self.took = 0.0
 
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         return self.event.is_set()
 
     def wait(self) -> None:
         self.waited = True
         self.event.wait()
 
-    def seconds(self) -> float:
+    def measure_seconds(self) -> float:
         return self.took
 
 
@@ -128,10 +128,10 @@ class ShmLane:
         # It does not keep the lane alive: its end is the end of the thread.
         threading.Thread(target=self._run, args=(device, self._queue), daemon=True).start()
 
-    def table(self, slots) -> torch.Tensor:
+    def make_table(self, slots) -> torch.Tensor:
         return torch.from_numpy(slots)
 
-    def store(self, table, columns, peer, peer_num_slots, block) -> ShmTicket:
+    def store_block(self, table, columns, peer, peer_num_slots, block) -> ShmTicket:
         ticket = ShmTicket()
         slots, peer_slots = table[:, columns]
         plane = self._device.plane_of(block)
@@ -143,7 +143,7 @@ class ShmLane:
             raise RuntimeError(self._device.breaks)
         return ticket
 
-    def drain(self) -> None:
+    def wait_until_idle(self) -> None:
         nothing = ShmTicket()
         self._queue.put((None, nothing))
         nothing.wait()
@@ -195,7 +195,7 @@ class ShmDevice:
     def next_delay(self) -> float:
         return self.delay
 
-    def published(self) -> dict[str, str]:
+    def describe_pool(self) -> dict[str, str]:
         return {
             "host_id": host_id(),
             "device": self._uuid,
@@ -204,7 +204,7 @@ class ShmDevice:
             "offset": "0",
         }
 
-    def map(self, handle: bytes, offset: int) -> ShmMapping:
+    def map_pool(self, handle: bytes, offset: int) -> ShmMapping:
         if self.refuses:
             raise TransferError(self.refuses)
         return ShmMapping(self, Path(handle.decode()))
@@ -215,7 +215,7 @@ class ShmDevice:
         else:
             self._calls.put((self.computed, call))
 
-    def lane(self) -> ShmLane:
+    def make_lane(self) -> ShmLane:
         return ShmLane(self)
 
     def close(self) -> None:

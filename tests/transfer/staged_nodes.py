@@ -87,6 +87,16 @@ class Nodes:
             wait_until(lambda node=node: node.call("quarantined") == 0, "the quarantine to end")
         self.check()
 
+    def cost_nothing_idle(self) -> None:
+        """Two idle nodes that are linked take next to no processor time."""
+        self.complete(*self.begin())
+        time.sleep(0.5)
+        before = [node.call("cpu_seconds") for node in (self.p, self.d)]
+        time.sleep(2.0)
+        after = [node.call("cpu_seconds") for node in (self.p, self.d)]
+        for start, stop in zip(before, after, strict=True):
+            assert stop - start < 0.02
+
     def close(self) -> None:
         for node in self.all:
             node.kill()

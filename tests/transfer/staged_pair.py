@@ -17,7 +17,7 @@ from transfer_helpers import (
 from pd.transfer.staged.manager import StagedManager
 
 if TYPE_CHECKING:
-    from pd.core.starvation import Patience
+    from pd.util.starvation import Patience
 
 BUFFERS, TOKENS = 4, 64
 CELL = 2 * 2 * 4 * 4

@@ -28,19 +28,19 @@ class Buffers(RuleBasedStateMachine):
     def move(self, pair: BufferPair, source: str, target: str) -> None:
         self.source[pair.source], self.target[pair.target] = source, target
 
-    @precondition(lambda self: self.pool.free)
+    @precondition(lambda self: self.pool.num_free)
     @rule()
     def take(self) -> None:
-        pair = self.pool.take()
+        pair = self.pool.take_pair()
         assert (self.source[pair.source], self.target[pair.target]) == ("free", "free")
         self.pairs.append(pair)
         self.move(pair, "taken", "taken")
 
-    @precondition(lambda self: not self.pool.free)
+    @precondition(lambda self: not self.pool.num_free)
     @rule()
     def take_too_many(self) -> None:
         with pytest.raises(IndexError):
-            self.pool.take()
+            self.pool.take_pair()
 
     @precondition(lambda self: self.pairs_of("taken"))
     @rule(data=st.data())
@@ -69,11 +69,11 @@ class Buffers(RuleBasedStateMachine):
     def release(self, wanted: list[int]) -> None:
         """As D asks, which may ask for anything."""
         if set(wanted) <= set(self.owned("held")) and len(set(wanted)) == len(wanted):
-            self.pool.release(wanted)
+            self.pool.release_targets(wanted)
             self.target.update(dict.fromkeys(wanted, "free"))
         else:
             with pytest.raises(ValueError, match="of which it holds only"):
-                self.pool.release(wanted)
+                self.pool.release_targets(wanted)
 
     @precondition(lambda self: self.pairs)
     @rule(data=st.data())
@@ -103,7 +103,7 @@ class Buffers(RuleBasedStateMachine):
             ("held", pool._held),
         ):
             assert found == set(self.owned(owner))
-            assert getattr(pool, owner) == len(found)
+            assert getattr(pool, f"num_{owner}") == len(found)
         assert {s for s, owner in self.source.items() if owner == "free"} == set(pool._sources)
 
 
@@ -112,9 +112,9 @@ TestBuffers = Buffers.TestCase
 
 def test_the_buffer_that_became_free_last_is_taken_first() -> None:
     pool = BufferPool(3)
-    assert pool.take() == BufferPair(0, 0), "a link's first write goes there"
+    assert pool.take_pair() == BufferPair(0, 0), "a link's first write goes there"
     pool.begin_write(BufferPair(0, 0))
     pool.end_write(0)
-    assert pool.take() == BufferPair(0, 1), "D still holds its buffer"
-    pool.release([0])
-    assert pool.take() == BufferPair(1, 0)
+    assert pool.take_pair() == BufferPair(0, 1), "D still holds its buffer"
+    pool.release_targets([0])
+    assert pool.take_pair() == BufferPair(1, 0)

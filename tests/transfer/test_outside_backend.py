@@ -237,9 +237,13 @@ INCOMPLETE = {
         "patience = Patience(); addresses = lambda self: {'tcp': {}}",
         "its manager's addresses have none for 'sketch'",
     ),
+    "no shape": (
+        "patience = Patience(); address = lambda self: {'port': '1'}",
+        "its manager has no shape: call TransferManager.__init__",
+    ),
 }
 MANAGER = """
-from pd.core.starvation import Patience
+from pd.util.starvation import Patience
 from pd.transfer.backend import TransferBackend
 from pd.transfer.base import TransferManager
 
@@ -247,7 +251,7 @@ closed = []
 
 class Manager(TransferManager):
     name = "sketch"
-    connect = disconnect = sender = receiver = None
+    connect = disconnect = open_sender = open_receiver = None
 
     def __init__(self, *args, **more):
         pass

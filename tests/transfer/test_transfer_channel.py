@@ -16,7 +16,7 @@ from relay import Relay
 from transfer_helpers import stop_process, wait_until, watch_limit
 
 from pd.transfer.wire.channel import MAX_MESSAGE_BYTES, Channel
-from pd.transfer.wire.greeting import greet
+from pd.transfer.wire.greeting import greet_peer
 from pd.transfer.wire.hub import ChannelHub
 
 
@@ -45,26 +45,26 @@ class Side:
         self.hub = ChannelHub(service, instance, "127.0.0.1", key, DECODER, self._accept)
 
     def dial(self, other: Side, peer: str, port: int = 0):
-        return self.hub.dial(peer, ("127.0.0.1", port or other.hub.port), self)
+        return self.hub.dial_peer(peer, ("127.0.0.1", port or other.hub.port), self)
 
     def _accept(self, channel: Channel) -> Side:
         self.channel = channel
         return self
 
-    def opened(self, channel: Channel) -> None:
+    def on_opened(self, channel: Channel) -> None:
         self.channel = channel
 
-    def unreachable(self, error, final: bool) -> None:
+    def on_unreachable(self, error, final: bool) -> None:
         self.errors.append((str(error), final))
 
-    def message(self, channel: Channel, message) -> None:
+    def on_message(self, channel: Channel, message) -> None:
         if self.raises is not None:
             raise self.raises
         self.messages.append(message)
         if self.answers:
             channel.send(Pong(message.number))
 
-    def ended(self, channel: Channel, reason: str, proof: bool) -> None:
+    def on_ended(self, channel: Channel, reason: str, proof: bool) -> None:
         self.ends.append((reason, proof))
 
 
@@ -149,7 +149,7 @@ def test_only_the_decode_side_may_half_close(pair) -> None:
 
 def _child(port: int, instance: str, pipe) -> None:
     side = Side(instance, b"k" * 16)
-    side.hub.dial("D", ("127.0.0.1", port), side)
+    side.hub.dial_peer("D", ("127.0.0.1", port), side)
     wait_until(lambda: side.channel is not None, "the channel")
     pipe.send(True)
     signal.pause()
@@ -223,13 +223,13 @@ def test_a_time_out_proves_nothing_whoever_sees_it_first(pair, first) -> None:
 
 def raw(port: int) -> socket.socket:
     sock = socket.create_connection(("127.0.0.1", port), timeout=10.0)
-    greet(sock, "test", "P", "D", None)
+    greet_peer(sock, "test", "P", "D", None)
     return sock
 
 
 BAD = [
     (struct.pack("<I", MAX_MESSAGE_BYTES + 1), f"a message of {MAX_MESSAGE_BYTES + 1} bytes"),
-    (struct.pack("<I", 3) + b"\xc1\xc1\xc1", "it sent no message of ours"),
+    (struct.pack("<I", 3) + b"\xc1\xc1\xc1", "it sent an invalid message"),
     (struct.pack("<I", 1) + b"\x01", "Expected `object`, got `int`"),
 ]
 

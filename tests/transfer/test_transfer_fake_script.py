@@ -84,7 +84,7 @@ def test_an_abort_recalls_a_delayed_write(pair) -> None:
     abort(sender, receiver)
     assert sender.drained()
     assert not receiver.drained()
-    receiver.peer_drained()
+    receiver.on_peer_drained()
     assert receiver.drained()
     assert untouched(target)
 

@@ -5,43 +5,18 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
-from late_writes import EXTRA_PLANES, ForeignBytes, Schedule
-from transfer_helpers import SEED, backends
-
-_WIDTH = 8
+from late_writes import EXTRA_PLANES, ForeignBytes, Schedule, run_schedules
+from transfer_helpers import backends
 
 
 def run_all(
     backend: str, count: int, *, careless: str = "", series: str = "", planes: bool = False
 ) -> list[Schedule]:
-    """Run schedules, a few at a time since they mostly wait."""
-    print(f"PD_TEST_SEED={SEED}: {count} schedules of {backend}")
-    waiting = [
-        (seed, Schedule(backend, seed, careless=careless, extra_planes=EXTRA_PLANES * planes))
-        for seed in (f"{SEED}/{series}{backend}/{number}" for number in range(count))
-    ]
-    done = [schedule for _, schedule in waiting]
-    running = []
-    while waiting or running:
-        while waiting and len(running) < _WIDTH:
-            seed, schedule = waiting.pop(0)
-            running.append((seed, schedule.steps()))
-        for entry in list(running):
-            seed, steps = entry
-            try:
-                next(steps)
-            except StopIteration:
-                running.remove(entry)
-            except AssertionError as error:
-                for _, others in running:
-                    others.close()
-                error.add_note(f"in schedule {seed}")
-                raise
-        time.sleep(0.0002)
-    return done
+    def make(seed: str) -> Schedule:
+        return Schedule(backend, seed, careless=careless, extra_planes=EXTRA_PLANES * planes)
+
+    return run_schedules(backend, count, make, series=series)
 
 
 COUNTS_WITH_PLANES = {"fake": 40, "tcp": 30, "nixl": 8, "mooncake": 4}

@@ -12,7 +12,7 @@ import torch
 from transfer_helpers import SEED, make_pool, random_pages
 
 from pd.transfer import pool_memory as memory
-from pd.transfer.pool_memory import InPlace, PoolMemory, Stretches, in_buffer
+from pd.transfer.pool_memory import InPlace, PoolMemory, Stretches, wrap_buffer
 from pd.transfer.ranges import Block
 from pd.transfer.tcp.host_buffers import Gathers, Scatters, StagingBuffers, Tables
 
@@ -54,8 +54,8 @@ def test_every_byte_arrives_at_its_place_whatever_one_call_moves(
         far.setblocking(False)
         while into.done < into.total:
             for move in (
-                lambda: out.done < out.total and out.send(near),
-                lambda: into.receive(far),
+                lambda: out.done < out.total and out.send_to(near),
+                lambda: into.receive_from(far),
             ):
                 try:
                     move()
@@ -78,7 +78,7 @@ def test_errors_of_the_socket_are_raised() -> None:
     near, far = socket.socketpair()
     far.close()
     with near, pytest.raises(BrokenPipeError) as raised:
-        stretches_of(np.zeros(10, dtype=np.uint8), [5]).send(near)
+        stretches_of(np.zeros(10, dtype=np.uint8), [5]).send_to(near)
     assert raised.value.errno == errno.EPIPE
 
 
@@ -97,15 +97,17 @@ def test_blocks_travel_in_the_same_order_in_place_and_staged(staged) -> None:
     block = Block(3, 29, 1, 3)
     out = staged_block(pool, pages, block) if staged else in_place_block(pool, pages, block)
     buffer = torch.empty(out.total - 4, dtype=torch.uint8)
-    landing = InPlace(PoolMemory(target), into).stretches(block) if staged else in_buffer(buffer)
+    landing = (
+        InPlace(PoolMemory(target), into).locate_block(block) if staged else wrap_buffer(buffer)
+    )
     near, far = socket.socketpair()
     with near, far:
         near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         while out.done < out.total:
-            out.send(near)
+            out.send_to(near)
         assert far.recv(4, socket.MSG_WAITALL) == b"head"
         while landing.done < landing.total:
-            landing.receive(far)
+            landing.receive_from(far)
     if not staged:
         unpack(target, into, block, buffer)
     assert torch.equal(target.tokens(into, 3, 29)[1:], pool.tokens(pages, 3, 29)[1:])
@@ -121,33 +123,33 @@ def test_layers_of_the_same_tokens_lie_at_the_same_offsets(monkeypatch) -> None:
         monkeypatch.setattr(memory, "_PLANNED_STRETCHES", planned)
         room = InPlace(PoolMemory(pool), pages)
         for layer, start, stop in [(0, 0, 30), (2, 0, 30), (1, 5, 21), (0, 5, 21), (2, 0, 30)]:
-            out = room.stretches(Block(start, stop, layer, layer + 1))
+            out = room.locate_block(Block(start, stop, layer, layer + 1))
             near, far = socket.socketpair()
             with near, far:
                 while out.done < out.total:
-                    out.send(near)
+                    out.send_to(near)
                 data = far.recv(out.total, socket.MSG_WAITALL)
             expected = pool.tokens(pages, start, stop)[layer]
             assert data == expected.contiguous().numpy().tobytes()
 
 
 def in_place_block(pool, pages, block: Block) -> Stretches:
-    return InPlace(PoolMemory(pool), pages, 4).stretches(block, b"head")
+    return InPlace(PoolMemory(pool), pages, 4).locate_block(block, b"head")
 
 
 def staged_block(pool, pages, block: Block) -> Stretches:
-    host, ticket = Gathers(pool).begin(Tables(pages, block.token_stop), block)
+    host, ticket = Gathers(pool).begin_gather(Tables(pages, block.token_stop), block)
     ticket.wait()
-    return in_buffer(host, b"head")
+    return wrap_buffer(host, b"head")
 
 
 def unpack(pool, pages, block: Block, data: torch.Tensor) -> None:
     scatters = Scatters(pool)
-    buffer = scatters.buffers(lambda: None).take()
+    buffer = scatters.make_buffers(lambda: None).take_buffer()
     assert buffer is not None
     buffer[: len(data)] = data
     reasons: list[str] = []
-    scatters.begin(Tables(pages, block.token_stop), block, buffer, reasons.append)
+    scatters.begin_scatter(Tables(pages, block.token_stop), block, buffer, reasons.append)
     scatters.close()
     assert reasons == [""]
 
@@ -155,14 +157,14 @@ def unpack(pool, pages, block: Block, data: torch.Tensor) -> None:
 def test_who_finds_no_free_buffer_is_called_when_there_is_one() -> None:
     called: list[str] = []
     buffers = StagingBuffers(torch.empty(2, 8, dtype=torch.uint8), lambda: called.append("back"))
-    first, second = buffers.take(), buffers.take()
+    first, second = buffers.take_buffer(), buffers.take_buffer()
     assert first is not None
     assert second is not None
-    assert buffers.take() is None
+    assert buffers.take_buffer() is None
     assert called == []
     buffers.give_back(first)
     assert called == ["back"]
-    assert buffers.take() is first
+    assert buffers.take_buffer() is first
     buffers.give_back(second)
     assert called == ["back"]
 
@@ -172,9 +174,9 @@ def test_a_copy_that_fails_is_reported_with_its_reason(caplog) -> None:
     scatters = Scatters(pool)
     reasons: list[str] = []
     beyond = Tables(np.array([1000], dtype=np.int32), 4)
-    slot = scatters.buffers(lambda: None).take()
+    slot = scatters.make_buffers(lambda: None).take_buffer()
     assert slot is not None
-    scatters.begin(beyond, Block(0, 4, 0, 1), slot, reasons.append)
+    scatters.begin_scatter(beyond, Block(0, 4, 0, 1), slot, reasons.append)
     scatters.close()
     assert len(reasons) == 1
     assert "out of bounds" in reasons[0]

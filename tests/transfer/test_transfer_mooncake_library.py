@@ -47,9 +47,9 @@ import numpy as np
 from pd.transfer.staged.mooncake.library import MooncakeEngine
 memory = np.zeros(int(sys.argv[1]), np.uint8)
 engine = MooncakeEngine("127.0.0.1")
-engine.admit(("127.0.0.1",))
+engine.admit_only(("127.0.0.1",))
 address = memory.ctypes.data
-engine.register(address, memory.size)
+engine.register_memory(address, memory.size)
 print(json.dumps([engine.name, address]), flush=True)
 for line in sys.stdin:
     print(json.dumps(eval(line)), flush=True)
@@ -107,13 +107,13 @@ def children() -> Iterator[Any]:
 
 @pytest.fixture
 def engine() -> Iterator[MooncakeEngine]:
-    taken = ENGINES.take(HOST)
+    taken = ENGINES.take_engine(HOST)
     yield taken
     ENGINES.give_back(HOST, taken)
 
 
 def write(engine: MooncakeEngine, there: Child, source: int, target: int, size: int) -> bool:
-    return engine.result(engine.submit(there.name, source, target, size), pause=1e-3)
+    return engine.wait_for_write(engine.submit_write(there.name, source, target, size), pause=1e-3)
 
 
 def reaches(port: int, source: str) -> bool:
@@ -128,18 +128,18 @@ def test_only_admitted_addresses_get_through_to_any_port(engine) -> None:
     ports = sorted(engine._ports)
     assert len(ports) == 2, "one for descriptions, one for data"
     assert not any(reaches(port, "127.0.0.1") for port in ports)
-    engine.admit(("127.0.0.2",))
+    engine.admit_only(("127.0.0.2",))
     assert all(reaches(port, "127.0.0.2") for port in ports)
     assert not any(reaches(port, "127.0.0.3") for port in ports)
-    engine.admit(())
+    engine.admit_only(())
     assert not any(reaches(port, "127.0.0.2") for port in ports)
 
 
 def test_a_connection_is_cut_when_its_address_is_no_longer_admitted(engine) -> None:
-    engine.admit(("127.0.0.1",))
+    engine.admit_only(("127.0.0.1",))
     data = max(engine._ports - {int(engine.name.rpartition(":")[2])})
     with socket.create_connection((HOST, data), timeout=5.0) as connection:
-        wait_until(lambda: any(True for _ in engine._accepted()), "the library to accept")
+        wait_until(lambda: any(True for _ in engine._find_connections()), "the library to accept")
         assert engine.hang_up(5.0)
         assert connection.recv(1) == b""
 
@@ -149,14 +149,14 @@ def test_a_write_that_is_reported_has_arrived(engine, children) -> None:
     print(f"seed {SEED}")
     there = children()
     source = np.frombuffer(rng.randbytes(8 << 20), np.uint8)
-    engine.register(source.ctypes.data, source.size)
+    engine.register_memory(source.ctypes.data, source.size)
     for _ in range(50):
         size = rng.randint(1, source.size)
         start, offset = rng.randint(0, source.size - size), rng.randint(0, SIZE - size)
         assert write(engine, there, source.ctypes.data + start, there.address + offset, size)
         ends = [int(source[start]), int(source[start + size - 1])]
         assert there.ask(f"memory[[{offset}, {offset + size - 1}]].tolist()") == ends
-    engine.unregister(source.ctypes.data)
+    engine.unregister_memory(source.ctypes.data)
 
 
 def test_a_write_outside_registered_memory_fails_and_the_next_succeeds(engine, children) -> None:
@@ -173,12 +173,12 @@ def test_a_killed_peer_fails_a_write_at_once(engine, children) -> None:
     source = np.ones(SIZE, np.uint8)
     assert write(engine, there, source.ctypes.data, there.address, 1)
     there.stop()
-    batch = engine.submit(there.name, source.ctypes.data, there.address, SIZE)
+    batch = engine.submit_write(there.name, source.ctypes.data, there.address, SIZE)
     time.sleep(0.2)
-    assert engine.poll(batch) is None
+    assert engine.poll_write(batch) is None
     killed = time.monotonic()
     there.kill()
-    assert not engine.result(batch, pause=1e-3)
+    assert not engine.wait_for_write(batch, pause=1e-3)
     assert time.monotonic() - killed < 1.0
 
 
@@ -186,8 +186,8 @@ def test_a_killed_peer_fails_a_write_at_once(engine, children) -> None:
 def test_bytes_of_a_dead_writer_land_until_the_target_hangs_up(children, hang_up) -> None:
     """The hazard, without which the second half would prove nothing, and its end."""
     writer, target = children(), children()
-    to_target = f"engine.submit({target.name!r}, address, {target.address}, "
-    assert writer.ask(f"engine.result({to_target} 1), 1e-3)")
+    to_target = f"engine.submit_write({target.name!r}, address, {target.address}, "
+    assert writer.ask(f"engine.wait_for_write({to_target} 1), 1e-3)")
     writer.ask("memory.fill(1)")
     target.ask("memory.fill(0)")
     target.stop()
@@ -195,7 +195,7 @@ def test_bytes_of_a_dead_writer_land_until_the_target_hangs_up(children, hang_up
     time.sleep(0.3)
     writer.kill()
     if hang_up:
-        target.tell("[engine.unregister(address), engine.hang_up(5.0)], memory.fill(7)")
+        target.tell("[engine.unregister_memory(address), engine.hang_up(5.0)], memory.fill(7)")
     target.resume()
     if hang_up:
         assert target._answer()[0] == [None, True]
@@ -208,7 +208,7 @@ def test_a_stopped_peer_holds_up_only_its_own_engine(engine, children) -> None:
     stopped, other = children(), children()
     source = np.ones(4096, np.uint8)
     stopped.stop()
-    waiting = ENGINES.take(HOST, stopped.name)
+    waiting = ENGINES.take_engine(HOST, stopped.name)
     arrived: list[bool] = []
     asking = threading.Thread(
         target=lambda: arrived.append(
@@ -239,25 +239,25 @@ def test_a_kernel_without_filters_is_refused_unless_the_ports_may_be_open(monkey
 
 def test_an_engine_meets_each_name_once() -> None:
     pool = EnginePool()
-    first = pool.take(HOST, "somebody:1")
+    first = pool.take_engine(HOST, "somebody:1")
     pool.give_back(HOST, first)
-    second = pool.take(HOST, "somebody:1")
+    second = pool.take_engine(HOST, "somebody:1")
     assert second is not first
     pool.give_back(HOST, second)
-    assert pool.take(HOST, "somebody else:1") is first
+    assert pool.take_engine(HOST, "somebody else:1") is first
 
 
 def test_an_engine_that_met_many_is_destroyed() -> None:
     pool = EnginePool()
-    pool.give_back(HOST, pool.take(HOST, "somebody:0"))
+    pool.give_back(HOST, pool.take_engine(HOST, "somebody:0"))
     descriptors = len(os.listdir("/proc/self/fd"))
     for number in range(1, 32):
-        engine = pool.take(HOST, f"somebody:{number}")
+        engine = pool.take_engine(HOST, f"somebody:{number}")
         pool.give_back(HOST, engine)
     assert len(engine.met) == 32
     assert len(os.listdir("/proc/self/fd")) < descriptors
     del engine
-    fresh = pool.take(HOST, "somebody:32")
+    fresh = pool.take_engine(HOST, "somebody:32")
     assert fresh.met == {"somebody:32"}
     pool.give_back(HOST, fresh)
 

@@ -26,15 +26,15 @@ from transfer_helpers import (
 from pd.core.errors import SetupError, TransferError, UsageError
 from pd.core.node_info import KVLayout, NodeInfo
 from pd.transfer.base import TransferState
+from pd.transfer.common import sender as rooms_sender
 from pd.transfer.nvlink import launched
 from pd.transfer.nvlink import sessions as nvlink_sessions
 from pd.transfer.nvlink.manager import NvlinkManager
 from pd.transfer.nvlink.messages import NvlinkDestination
 from pd.transfer.nvlink.sender import NvlinkSender
-from pd.transfer.rooms import sender as rooms_sender
 
 if TYPE_CHECKING:
-    from pd.transfer.base import IntArray
+    from pd.transfer.kv_buffer import IntArray
 
 ROOM = bytes(16)
 
@@ -241,7 +241,7 @@ def test_after_an_abort_what_was_launched_completes_and_nothing_more_is(pair: Pa
         pair.d.pool.tokens(room.theirs, 0, 50)[0], pair.p.pool.tokens(room.own, 0, 50)[0]
     )
     assert not room.receiver.drained()
-    room.receiver.peer_drained()
+    room.receiver.on_peer_drained()
     assert room.receiver.drained()
     assert sender.poll() is room.receiver.poll() is TransferState.FAILED
 
@@ -383,7 +383,7 @@ def test_a_pool_that_cannot_be_mapped_fails_its_rooms_and_is_tried_again(pair: P
     pair.introduce()
     link, sessions = pair.p.manager._links["D"], pair.d.manager._sessions
     wait_until(lambda: link.stopped is not None, "the link to give up")
-    wait_until(lambda: sessions.session("P").channel is None, "D to notice")
+    wait_until(lambda: sessions.get_session("P").channel is None, "D to notice")
     room = pair.room()
     room.send_all()
     assert settled(room.sender) is TransferState.FAILED
@@ -400,7 +400,7 @@ def test_an_error_of_the_gpu_ends_the_rooms(pair: Pair, monkeypatch: pytest.Monk
     def broken(*args: object) -> None:
         raise RuntimeError("CUDA error: out of memory")
 
-    monkeypatch.setattr(NvlinkSender, "launch", broken)
+    monkeypatch.setattr(NvlinkSender, "launch_store", broken)
     room = pair.room()
     room.send_all()
     assert settled(room.sender) is TransferState.FAILED
@@ -461,7 +461,7 @@ def test_a_peer_that_never_answers_fails_the_room_after_a_lease(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rooms_sender, "LEASE_SECONDS", 0.2)
-    monkeypatch.setattr(nvlink_sessions.NvlinkSession, "bind", lambda self, channel: None)
+    monkeypatch.setattr(nvlink_sessions.NvlinkSession, "bind_channel", lambda self, channel: None)
     pair.p.manager.disconnect("D")
     pair.p.manager.connect(pair.d.info())
     room = pair.room()
@@ -499,7 +499,7 @@ def test_a_destination_of_another_backend_is_refused(pair: Pair) -> None:
     room = pair.room()
     for data in (b"", b"\x80", b"junk"):
         room.reservation = msgspec.structs.replace(room.reservation, destination=data)
-        with pytest.raises(TransferError, match="destination that is none"):
+        with pytest.raises(TransferError, match="invalid destination"):
             room.open()
 
 

@@ -101,22 +101,22 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 def test_export_gives_the_handle_of_the_allocation_and_the_offset(driver: Driver) -> None:
-    assert CudaIpc(2).export(BASE + 4096) == (HANDLE, 4096)
+    assert CudaIpc(2).export_memory(BASE + 4096) == (HANDLE, 4096)
     assert driver.contexts == []
 
 
 def test_a_handle_is_mapped_and_given_up(driver: Driver) -> None:
     ipc = CudaIpc(2)
-    address = ipc.open(HANDLE)
+    address = ipc.map_memory(HANDLE)
     assert (address, driver.open) == (MAPPED, 1)
-    ipc.close(address)
+    ipc.unmap_memory(address)
     assert (driver.open, driver.contexts) == (0, [])
 
 
 def test_memory_that_cannot_be_exported_is_explained_in_one_line(driver: Driver) -> None:
     driver.fails = "cuIpcGetMemHandle"
     with pytest.raises(SetupError, match=r"invalid argument.*expandable segments") as caught:
-        CudaIpc(2).export(BASE)
+        CudaIpc(2).export_memory(BASE)
     assert "\n" not in str(caught.value)
     assert driver.contexts == []
 
@@ -124,12 +124,12 @@ def test_memory_that_cannot_be_exported_is_explained_in_one_line(driver: Driver)
 def test_a_peer_that_cannot_be_mapped_is_a_transfer_error(driver: Driver) -> None:
     driver.fails = "cuIpcOpenMemHandle_v2"
     with pytest.raises(TransferError, match="cuIpcOpenMemHandle_v2: invalid argument"):
-        CudaIpc(2).open(HANDLE)
+        CudaIpc(2).map_memory(HANDLE)
     with pytest.raises(TransferError, match="64 bytes, not 3"):
-        CudaIpc(2).open(b"abc")
+        CudaIpc(2).map_memory(b"abc")
     driver.fails = "cuIpcCloseMemHandle"
     with pytest.raises(TransferError, match="cannot be unmapped"):
-        CudaIpc(2).close(MAPPED)
+        CudaIpc(2).unmap_memory(MAPPED)
     assert driver.contexts == []
 
 

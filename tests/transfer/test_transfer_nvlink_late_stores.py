@@ -7,13 +7,11 @@ does nothing to keep them out, only the protocol does. ``PD_TEST_SEED=n`` picks 
 from __future__ import annotations
 
 import random
-import time
 from typing import TYPE_CHECKING
 
 import pytest
-from late_writes import EXTRA_PLANES, ForeignBytes, Node, Schedule
+from late_writes import EXTRA_PLANES, ForeignBytes, Node, Schedule, run_schedules
 from nvlink_shm import ShmDevice, shm_planes
-from transfer_helpers import SEED, node_info
 
 from pd.transfer.nvlink import sessions as nvlink_sessions
 from pd.transfer.nvlink.manager import NvlinkManager
@@ -21,8 +19,6 @@ from pd.transfer.nvlink.manager import NvlinkManager
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-_WIDTH = 8
 
 
 class SlowDevice(ShmDevice):
@@ -60,39 +56,14 @@ class NvlinkSchedule(Schedule):
         device.rng = random.Random(self._rng.random())
         node.manager = NvlinkManager(node.pages.pool, node.instance, device=device)
 
-    def _introduce(self) -> None:
-        p, d = self._p, self._d
-        assert p.manager is not None
-        assert d.manager is not None
-        p.peer, d.peer = d.instance, p.instance
-        p.manager.connect(node_info(d.instance, "decode", d.manager, d.pages.pool))
-        d.manager.connect(node_info(p.instance, "prefill", p.manager, p.pages.pool))
-
 
 def run_all(
     count: int, *, careless: str = "", series: str = "", planes: bool = False
 ) -> list[NvlinkSchedule]:
-    print(f"PD_TEST_SEED={SEED}: {count} schedules")
-    done, running, left = [], [], list(range(count))
-    while left or running:
-        while left and len(running) < _WIDTH:
-            seed = f"{SEED}/{series}nvlink/{left.pop(0)}"
-            schedule = NvlinkSchedule(seed, careless=careless, planes=planes)
-            done.append(schedule)
-            running.append((seed, schedule.steps()))
-        for entry in list(running):
-            seed, steps = entry
-            try:
-                next(steps)
-            except StopIteration:
-                running.remove(entry)
-            except AssertionError as error:
-                for _, others in running:
-                    others.close()
-                error.add_note(f"in schedule {seed}")
-                raise
-        time.sleep(0.0002)
-    return done
+    def make(seed: str) -> NvlinkSchedule:
+        return NvlinkSchedule(seed, careless=careless, planes=planes)
+
+    return run_schedules("nvlink", count, make, series=series)
 
 
 @pytest.fixture(autouse=True)

@@ -174,6 +174,6 @@ def test_an_abort_waits_for_the_prefill_node_to_drain(start: Start) -> None:
     assert not is_drained(d, 1) and not is_drained(p, 1)
     p.call("release")
     wait_until(lambda: is_drained(p, 1), "the drain")
-    d.call("peer_drained", 1)
+    d.call("on_peer_drained", 1)
     assert is_drained(d, 1)
     transfer_works(p, d, 2)

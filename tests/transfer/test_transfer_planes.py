@@ -24,23 +24,24 @@ from transfer_helpers import (
 
 from pd.core.errors import TransferError
 from pd.core.node_info import KVLayout, Plane
-from pd.core.starvation import Patience
 from pd.engine.kv_pool import KVPool
-from pd.kernels.paging import token_slots
+from pd.kernels.paging import find_token_slots
 from pd.transfer import make_transfer_manager
 from pd.transfer.base import TransferState
 from pd.transfer.nvlink.manager import NvlinkManager
 from pd.transfer.pool_shape import MissingTokens, PoolShape
-from pd.transfer.ranges import Block, checked_blocks
+from pd.transfer.ranges import Block
 from pd.transfer.staged.messages import Filled
 from pd.transfer.tcp.frames import decode_header, encode_header
 from pd.transfer.tcp.manager import TcpManager
 from pd.transfer.wire.errors import PeerDataError
+from pd.util.starvation import Patience
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from pd.transfer.base import IntArray, TransferManager
+    from pd.transfer.base import TransferManager
+    from pd.transfer.kv_buffer import IntArray
 
 BACKENDS = backends("tcp", "tcp-staged", "fake", "nixl", "mooncake", "nvlink", "mailbox")
 # Nodes of several ranks hand KV to each other over these.
@@ -71,7 +72,7 @@ class Node:
     def rows(self, pages: IntArray, start: int, stop: int) -> list[torch.Tensor]:
         """Read each plane's ``[layers, vectors, tokens, heads of all ranks, dim]`` as bytes, by the
         definition."""
-        slots = token_slots(pages, np.arange(start, stop), self.pool.page_size)
+        slots = find_token_slots(pages, np.arange(start, stop), self.pool.page_size)
         found = []
         for index, plane in enumerate(self.layout.planes):
             ranks = self.ranks if plane.sharded else self.ranks[:1]
@@ -178,7 +179,7 @@ def check_arrived(
         held = cached[plane.group]
         assert torch.equal(found[:, :, held:], sent[:, :, held:]), plane
         assert not found[:, :, :held].any(), plane
-    d_slots = token_slots(into, np.arange(TOKENS), d.pool.page_size)
+    d_slots = find_token_slots(into, np.arange(TOKENS), d.pool.page_size)
     for rank, memory in zip(d.ranks, before, strict=True):
         for plane in rank.planes:
             plane.buffer[:, :, d_slots] = 0
@@ -196,7 +197,10 @@ def test_each_plane_arrives_from_its_group_s_cached_length_on(
     for epoch, cached in enumerate(some, start=1):
         before = [rank.memory.clone() for rank in d.ranks]
         pages, into = transfer(p, d, rng, cached, epoch)
-        digests = p.pool.digest(pages, cached, TOKENS), d.pool.digest(into, cached, TOKENS)
+        digests = (
+            p.pool.compute_digest(pages, cached, TOKENS),
+            d.pool.compute_digest(into, cached, TOKENS),
+        )
         assert digests[0] == digests[1]
         check_arrived(p, d, pages, into, cached, before)
 
@@ -211,7 +215,10 @@ def test_sharded_planes_are_divided_anew_and_the_others_are_rank_0_s(
     for epoch, cached in enumerate([(0, 0, 0), (5, 0, 90)], start=1):
         before = [rank.memory.clone() for rank in d.ranks]
         pages, into = transfer(p, d, rng, cached, epoch)
-        digests = p.pool.digest(pages, cached, TOKENS), d.pool.digest(into, cached, TOKENS)
+        digests = (
+            p.pool.compute_digest(pages, cached, TOKENS),
+            d.pool.compute_digest(into, cached, TOKENS),
+        )
         assert digests[0] == digests[1]
         check_arrived(p, d, pages, into, cached, before)
 
@@ -221,34 +228,34 @@ def test_a_flipped_bit_in_any_plane_changes_the_digest(nodes) -> None:
     p, d = nodes("tcp", 4, 16, 1, 2)
     cached = (0, 10, 20)
     _, into = transfer(p, d, rng, cached)
-    good = d.pool.digest(into, cached, TOKENS)
+    good = d.pool.compute_digest(into, cached, TOKENS)
     planes = [plane for rank in d.ranks for plane in rank.planes]
     # The second rank has none of the plane that is not sharded.
     assert [plane.spec.name for plane in planes] == ["model", "latent", "head", "model", "head"]
     for plane in planes:
         token = rng.randrange(cached[plane.spec.group], TOKENS)
-        slots = token_slots(into, np.array([token]), d.pool.page_size)
+        slots = find_token_slots(into, np.array([token]), d.pool.page_size)
         rows = plane.buffer.view(torch.uint8)
         layer, vector, _, head, byte = (rng.randrange(size) for size in rows.shape)
         place, bit = (layer, vector, int(slots[0]), head, byte), 1 << rng.randrange(8)
         rows[place] ^= bit
-        assert d.pool.digest(into, cached, TOKENS) != good, plane.spec
+        assert d.pool.compute_digest(into, cached, TOKENS) != good, plane.spec
         rows[place] ^= bit
-        assert d.pool.digest(into, cached, TOKENS) == good, plane.spec
+        assert d.pool.compute_digest(into, cached, TOKENS) == good, plane.spec
 
 
 def test_the_digest_is_of_the_tokens_from_each_group_s_length_on() -> None:
     pool = KVPool(make_layout(4), 8, "cpu")
     pool.memory.random_(generator=torch.Generator().manual_seed(SEED))
     pages = np.array([5, 0, 3], dtype=np.int32)
-    whole = pool.digest(pages, (0, 0, 0), 12)
-    assert pool.digest(pages, (0, 1, 0), 12) != whole
-    assert pool.digest(pages, (12, 12, 12), 12) == bytes(8)
-    (slot,) = token_slots(pages, np.array([6]), 4)
-    held = pool.digest(pages, (0, 7, 0), 12)
+    whole = pool.compute_digest(pages, (0, 0, 0), 12)
+    assert pool.compute_digest(pages, (0, 1, 0), 12) != whole
+    assert pool.compute_digest(pages, (12, 12, 12), 12) == bytes(8)
+    (slot,) = find_token_slots(pages, np.array([6]), 4)
+    held = pool.compute_digest(pages, (0, 7, 0), 12)
     pool.planes[1].buffer[:, :, slot] += 1
-    assert pool.digest(pages, (0, 7, 0), 12) == held
-    assert pool.digest(pages, (0, 6, 0), 12) != whole
+    assert pool.compute_digest(pages, (0, 7, 0), 12) == held
+    assert pool.compute_digest(pages, (0, 6, 0), 12) != whole
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -286,14 +293,14 @@ def test_a_commit_without_a_plane_fails_the_receiver(nodes) -> None:
     )
 
 
-SHAPE = PoolShape.of(KVPool(make_layout(4), 8, "cpu"))
+SHAPE = PoolShape.from_pool(KVPool(make_layout(4), 8, "cpu"))
 
 
 def test_blocks_end_where_planes_do() -> None:
     tokens = MissingTokens((8, 0, 20), 20)
-    assert checked_blocks(SHAPE, tokens, 4, 20, 0, 4) == [Block(8, 20, 0, 2), Block(4, 20, 2, 3)]
-    assert checked_blocks(SHAPE, tokens, 0, 6, 1, 3) == [Block(0, 6, 2, 3)]
-    assert [SHAPE.num_bytes(block) for block in checked_blocks(SHAPE, tokens, 0, 20, 1, 3)] == [
+    assert SHAPE.make_blocks(tokens, 4, 20, 0, 4) == [Block(8, 20, 0, 2), Block(4, 20, 2, 3)]
+    assert SHAPE.make_blocks(tokens, 0, 6, 1, 3) == [Block(0, 6, 2, 3)]
+    assert [SHAPE.num_bytes(block) for block in SHAPE.make_blocks(tokens, 0, 20, 1, 3)] == [
         12 * 2 * 2 * 16 * 4,
         20 * 24 * 2,
     ]
@@ -311,7 +318,7 @@ def test_a_block_of_two_planes_is_refused(block: Block) -> None:
         decode_header(header, SHAPE)
     ends = (block.token_start, block.token_stop, block.layer_start, block.layer_stop)
     with pytest.raises(PeerDataError, match=complaint):
-        Filled(0, bytes(16), 1, *ends).check(SHAPE, 1 << 20)
+        Filled(0, bytes(16), 1, *ends).check_fits(SHAPE, 1 << 20)
 
 
 def test_a_block_is_as_large_as_its_plane_says() -> None:
@@ -320,9 +327,9 @@ def test_a_block_is_as_large_as_its_plane_says() -> None:
     assert decode_header(header, SHAPE).block == block
     with pytest.raises(PeerDataError, match=r"payload of 512 bytes, but .* have 192"):
         decode_header(encode_header(bytes(16), 1, block, 512), SHAPE)
-    Filled(0, bytes(16), 1, 0, 4, 2, 3).check(SHAPE, 192)
+    Filled(0, bytes(16), 1, 0, 4, 2, 3).check_fits(SHAPE, 192)
     with pytest.raises(PeerDataError, match="do not fit"):
-        Filled(0, bytes(16), 1, 0, 4, 2, 3).check(SHAPE, 191)
+        Filled(0, bytes(16), 1, 0, 4, 2, 3).check_fits(SHAPE, 191)
 
 
 def test_nvlink_refuses_a_peer_with_other_planes(nodes) -> None:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 
 from pd.core.errors import TransferError
 from pd.core.messages import Reservation
-from pd.core.starvation import Patience
 from pd.transfer.base import TransferState
+from pd.transfer.common import sender as rooms_sender
+from pd.transfer.common.send_queue import SendQueue
+from pd.transfer.common.sender import QueuedSender
 from pd.transfer.pool_shape import MissingTokens, PlaneShape, PoolShape
 from pd.transfer.ranges import Block
-from pd.transfer.rooms import sender as rooms_sender
-from pd.transfer.rooms.send_queue import SendQueue
-from pd.transfer.rooms.sender import QueuedSender
+from pd.util.starvation import Patience
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,11 +44,16 @@ class StillLink:
             SHAPE,
             self.uncomputed.append,
             RESERVATION,
-            np.arange(2, dtype=np.int32),
             MissingTokens((0,), TOKENS),
         )
-        self.queue.add(sender)
+        self.queue.add_sender(sender)
         return sender
+
+    def enqueue_sender(self, sender: StillSender) -> None:
+        self.queue.enqueue_sender(sender)
+
+    def remove_sender(self, sender: StillSender) -> None:
+        self.queue.remove_sender(sender)
 
     def compute(self, reason: str = "") -> None:
         for call in self.uncomputed:
@@ -58,21 +62,11 @@ class StillLink:
 
 
 class StillSender(QueuedSender):
-    def __init__(self, link: StillLink, *rest) -> None:
-        super().__init__(link, *rest)
-        self.link = link
-
-    def _enqueue(self) -> None:
-        self.link.queue.enqueue(self)
-
-    def _leave_link(self) -> None:
-        self.link.queue.remove(self)
-
-    def _split(self, block: Block):
+    def _split_block(self, block: Block):
         return block.split(TOKENS)
 
     def _stalled_since(self) -> float | None:
-        return self.waiting_since if self.queued else None
+        return self.waiting_since if self.has_queued else None
 
 
 @pytest.fixture
@@ -81,8 +75,8 @@ def link() -> StillLink:
 
 
 def leave(sender: QueuedSender) -> None:
-    sender.was_read()
-    sender.was_sent()
+    sender.mark_read()
+    sender.mark_sent()
 
 
 def test_done_only_when_every_block_was_computed_taken_and_has_left(link: StillLink) -> None:
@@ -94,7 +88,7 @@ def test_done_only_when_every_block_was_computed_taken_and_has_left(link: StillL
     link.compute()
     for layer in range(LAYERS):
         assert sender.poll() is TransferState.ACTIVE
-        assert link.queue.take() == (sender, Block(0, TOKENS, layer, layer + 1))
+        assert link.queue.take_block() == (sender, Block(0, TOKENS, layer, layer + 1))
         assert not sender.drained()
         leave(sender)
     assert sender.poll() is TransferState.DONE
@@ -114,7 +108,7 @@ def test_rooms_take_turns(link: StillLink) -> None:
     for sender in (first, second):
         sender.send(0, TOKENS, 0, LAYERS)
     link.compute()
-    taken = [link.queue.take() for _ in range(5)]
+    taken = [link.queue.take_block() for _ in range(5)]
     assert [item and item[0] for item in taken] == [first, second, first, second, None]
 
 
@@ -122,11 +116,11 @@ def test_the_first_error_wins_and_drops_the_queue_but_not_what_is_read(link: Sti
     sender = link.sender()
     sender.send(0, TOKENS, 0, LAYERS)
     link.compute()
-    assert sender.take() == Block(0, TOKENS, 0, 1)
+    assert sender.take_block() == Block(0, TOKENS, 0, 1)
     sender.fail(TransferError("first"))
     sender.abort()
     assert str(sender.error) == "first"
-    assert sender.take() is None
+    assert sender.take_block() is None
     assert not sender.drained()
     leave(sender)
     assert sender.poll() is TransferState.FAILED
@@ -140,7 +134,7 @@ def test_kv_that_was_not_computed_fails_its_room(link: StillLink) -> None:
     sender.send(0, TOKENS, 0, LAYERS)
     link.compute("device lost")
     assert sender.poll() is TransferState.FAILED
-    assert str(sender.error) == "the KV to be sent was not computed: device lost"
+    assert str(sender.error) == "the KV to send was not computed: device lost"
 
 
 @pytest.mark.usefixtures("unstarved")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd.transfer.ranges import Block, check_pages, slot_runs
+from pd.transfer.ranges import Block, check_pages, find_slot_runs
 
 
 @st.composite
@@ -23,14 +23,14 @@ def page_tables(draw):
 def test_slot_runs_are_the_slots_of_the_definition_in_token_order(table) -> None:
     pages, size, start, stop = table
     expected = [int(pages[t // size]) * size + t % size for t in range(start, stop)]
-    runs = zip(*slot_runs(pages, size, start, stop), strict=True)
+    runs = zip(*find_slot_runs(pages, size, start, stop), strict=True)
     assert [slot for first, last in runs for slot in range(first, last)] == expected
 
 
 @given(page_tables())
 def test_slot_runs_merge_adjacent_pages(table) -> None:
     pages, size, start, stop = table
-    starts, stops = slot_runs(pages, size, start, stop)
+    starts, stops = find_slot_runs(pages, size, start, stop)
     assert all(starts[1:] != stops[:-1])
 
 

@@ -25,8 +25,8 @@ from transfer_helpers import (
 
 from pd.core.errors import TransferError
 from pd.transfer.base import TransferState
+from pd.transfer.common import sender as rooms_sender
 from pd.transfer.ranges import Block
-from pd.transfer.rooms import sender as rooms_sender
 from pd.transfer.staged import incoming_link as staging_in
 from pd.transfer.staged import incoming_links as staging_scatter
 from pd.transfer.staged import outgoing_links, outgoing_peer
@@ -34,7 +34,7 @@ from pd.transfer.staged import sender as staged_sender
 from pd.transfer.staged.incoming_link import IncomingLink
 from pd.transfer.staged.manager import StagedManager
 from pd.transfer.staged.outgoing_link import OutgoingLink
-from pd.transfer.staged.sender import pieces
+from pd.transfer.staged.sender import split_at_pages
 from pd.transfer.wire import hub as channel_hub
 
 
@@ -93,13 +93,13 @@ def test_p_s_buffer_is_free_when_it_is_written(pair, monkeypatch) -> None:
     nodes = pair()
     nodes.introduce()
     nodes.transfer()
-    read, scatter = threading.Event(), nodes.d._copier.scatter
+    read, scatter = threading.Event(), nodes.d._copier.scatter_block
 
     def late(*block):
         assert read.wait(30.0)
         return scatter(*block)
 
-    monkeypatch.setattr(nodes.d._copier, "scatter", late)
+    monkeypatch.setattr(nodes.d._copier, "scatter_block", late)
     begun = len(nodes.out.written)
     sender, receiver, into = nodes.room()
     for layer in range(3):
@@ -169,7 +169,7 @@ def test_an_end_without_proof_keeps_the_buffers_for_long(pair, monkeypatch) -> N
     wait_until(lambda: nodes.out.paths[0].flying, "the write")
     (link,) = nodes.d._incoming._links
     begun = time.monotonic()
-    link.ended(link._channel, "Connection timed out", False)
+    link.on_ended(link._channel, "Connection timed out", False)
     wait_until(lambda: nodes.d.quarantined_buffers == BUFFERS, "the quarantine")
     wait_until(lambda: nodes.d.quarantined_buffers == 0, "the end of the quarantine")
     assert time.monotonic() - begun >= 0.5
@@ -189,7 +189,7 @@ def test_buffers_that_a_gpu_of_a_killed_peer_may_write_stay_for_a_while(pair, mo
     monkeypatch.setattr(staging_in, "LAST_WRITE_SECONDS", 0.5)
     nodes = with_buffers_on_device(pair)
     begun = time.monotonic()
-    nodes.p._outgoing.link("D")._channel.close()  # as a kernel does for a killed process
+    nodes.p._outgoing.get_link("D")._channel.close()  # as a kernel does for a killed process
     wait_until(lambda: nodes.d.quarantined_buffers == BUFFERS, "the quarantine")
     wait_until(lambda: nodes.d.quarantined_buffers == 0, "the end of the quarantine")
     assert time.monotonic() - begun >= 0.5
@@ -216,7 +216,7 @@ def test_what_is_not_computed_yet_is_no_fault_of_the_peer_and_keeps_nobody_waiti
     nodes.transfer()
     calls: list = []
     with monkeypatch.context() as held:
-        held.setattr(nodes.p._computed, "then", calls.append)
+        held.setattr(nodes.p._computed, "call_when_done", calls.append)
         late, receiver, _ = nodes.room()
         late.send(0, TOKENS, 0, 2)
         late.send(0, TOKENS, 2, 3)
@@ -228,7 +228,7 @@ def test_what_is_not_computed_yet_is_no_fault_of_the_peer_and_keeps_nobody_waiti
         call("")
     hand_off(late, receiver)
     with monkeypatch.context() as held:
-        held.setattr(nodes.p._computed, "then", calls.append)
+        held.setattr(nodes.p._computed, "call_when_done", calls.append)
         failing, receiver, _ = nodes.room()
         failing.send(0, TOKENS, 0, 3)
     calls[-1]("an illegal memory access was encountered")
@@ -245,13 +245,15 @@ def lose_links(nodes: Pair) -> None:
         nodes.out.held = False
         nodes.out.open.update(nodes.out.paths)
         sender, _, _ = nodes.room()
-        wait_until(lambda: nodes.p._outgoing.link("D").state.name == "UP", "a link")
+        wait_until(lambda: nodes.p._outgoing.get_link("D").state.name == "UP", "a link")
         nodes.out.held = True
         sender.send(0, 16, 0, 1)
         wait_until(lambda: nodes.out.paths[-1].flying, "the write")
         nodes.out.paths[-1].poll = lambda: []
-        link = nodes.p._outgoing.link("D")
-        nodes.p._outgoing.thread.post(partial(link.end, "the link to D was lost: a test"))
+        link = nodes.p._outgoing.get_link("D")
+        nodes.p._outgoing.thread.post_event(
+            partial(link.end_link, "the link to D was lost: a test")
+        )
         assert settled(sender) is TransferState.FAILED
 
 
@@ -278,7 +280,7 @@ def test_a_link_is_welcome_while_the_lost_ones_are_being_put_away(pair, monkeypa
     nodes.introduce()
     lose_links(nodes)
     with monkeypatch.context() as patch:
-        patch.setattr(IncomingLink, "_may_go", lambda self: False)
+        patch.setattr(IncomingLink, "_may_close", lambda self: False)
         let_go(nodes)
         wait_until(lambda: nodes.p.quarantined_buffers == 0, "the end of P's links")
         wait_until(lambda: nodes.d.quarantined_buffers == 4 * BUFFERS, "the end of D's links")
@@ -316,12 +318,12 @@ def test_a_link_whose_library_raises_is_driven_no_more(pair, monkeypatch) -> Non
     nodes.introduce()
     nodes.transfer()
     links = nodes.p._outgoing
-    lost = links.link("D")
+    lost = links.get_link("D")
 
     def turn() -> None:
         """The link thread has begun another turn."""
         turned = threading.Event()
-        links.thread.post(turned.set)
+        links.thread.post_event(turned.set)
         assert turned.wait(5)
 
     monkeypatch.setattr(nodes.out.paths[0], "poll", broken)
@@ -337,7 +339,7 @@ def test_a_link_whose_library_raises_is_driven_no_more(pair, monkeypatch) -> Non
     assert lost not in driven
     assert nodes.p.quarantined_buffers == 1, "what the library still does is unknown"
     # A room that D opens before it learns of the end would end with the link.
-    wait_until(lambda: not any(link.live for link in nodes.d._incoming._links), "the end of it")
+    wait_until(lambda: not any(link.is_live for link in nodes.d._incoming._links), "the end of it")
     nodes.transfer()
 
 
@@ -440,7 +442,7 @@ def test_nodes_that_meet_prepare_their_link_and_take_buffers_for_the_first_room(
     wait_until(lambda: nodes.d.is_linked("P"), "the link")
     assert (nodes.out.prepared, nodes.into.prepared) == (1, 1)
     assert nodes.d.counters.links == 1
-    assert nodes.p._outgoing.link("D").writes is None
+    assert nodes.p._outgoing.get_link("D").writes is None
     assert not nodes.into.targets and not nodes.out.paths
     nodes.transfer()
     assert nodes.d.counters.links == 1, "the first room opens no connection"
@@ -490,18 +492,18 @@ def test_a_room_that_comes_while_its_link_gives_way_is_sent_over_the_next(
     nodes.transfer()
     monkeypatch.setattr(outgoing_links, "MAX_LINKS", 1)
     outgoing = nodes.p._outgoing
-    first = outgoing.link("D")
-    wait_until(lambda: first.idle, "the buffers to be given back")
-    opening = outgoing.open
+    first = outgoing.get_link("D")
+    wait_until(lambda: first.is_idle, "the buffers to be given back")
+    opening = outgoing.open_sender
 
-    def open_late(sender) -> None:
-        outgoing.thread.post(outgoing.make_room)
-        wait_until(lambda: not first.idle, "the link to give way")
-        opening(sender)
+    def open_late(peer, sender) -> None:
+        outgoing.thread.post_event(outgoing.end_idle_link)
+        wait_until(lambda: not first.is_idle, "the link to give way")
+        opening(peer, sender)
 
-    monkeypatch.setattr(outgoing, "open", open_late)
+    monkeypatch.setattr(outgoing, "open_sender", open_late)
     nodes.transfer()
-    assert outgoing.link("D") is not first
+    assert outgoing.get_link("D") is not first
 
 
 @pytest.mark.usefixtures("unstarved")
@@ -591,7 +593,7 @@ def test_pieces_cover_the_block_once_and_end_between_pages() -> None:
         block = Block(start, start + rng.randint(1, 400), 0, layers)
         cells, page = rng.randint(1, 200), rng.choice([1, 4, 16])
         seen = np.zeros((layers, block.token_stop), dtype=int)
-        for piece in pieces(block, cells, page):
+        for piece in split_at_pages(block, cells, page):
             assert 0 < piece.cells <= cells
             if piece.token_stop != block.token_stop and cells >= 2 * page:
                 assert piece.token_stop % page == 0
@@ -616,11 +618,11 @@ def test_host_copies_agree_with_the_definition_for_any_range() -> None:
         buffer = near.make_buffers(
             1, block.cells * near.shape.max_cell_bytes + 100, on_device=False
         )[0]
-        near.gather(near.table(pages, stop), block, near.view(buffer)).wait()
+        near.gather_block(near.make_table(pages, stop), block, near.make_view(buffer)).wait()
         layers = slice(block.layer_start, block.layer_stop)
         packed = buffer[: block.cells * near.shape.max_cell_bytes].view(torch.float32)
         assert torch.equal(packed, pool.tokens(pages, start, stop)[layers].reshape(-1))
-        far.scatter(far.table(into, stop), block, far.view(buffer)).wait()
+        far.scatter_block(far.make_table(into, stop), block, far.make_view(buffer)).wait()
         assert torch.equal(
             other.tokens(into, start, stop)[layers], pool.tokens(pages, start, stop)[layers]
         )

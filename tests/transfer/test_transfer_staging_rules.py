@@ -27,7 +27,7 @@ from pd.transfer.staged.messages import (
     Refused,
     decoder,
 )
-from pd.transfer.wire.greeting import greet
+from pd.transfer.wire.greeting import greet_peer
 
 
 class RawP:
@@ -35,7 +35,7 @@ class RawP:
 
     def __init__(self, port: int) -> None:
         self.sock = socket.create_connection(("127.0.0.1", port), timeout=10.0)
-        greet(self.sock, "held", "P", "D", None)
+        greet_peer(self.sock, "held", "P", "D", None)
         self.send(Open(VERSION, BUFFERS, 16 * CELL, False, ""))
         self.answer = self.receive()
         assert isinstance(self.answer, BuffersReady | Refused)

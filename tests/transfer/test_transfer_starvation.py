@@ -25,6 +25,8 @@ from transfer_helpers import (
 
 from pd.core.messages import Reservation
 from pd.transfer.base import TransferState
+from pd.transfer.common import receiver as counted_receiver
+from pd.transfer.common import sender as rooms_sender
 from pd.transfer.fake import link as fake_link
 from pd.transfer.fake import nic as fake_nic
 from pd.transfer.fake.link import FakeLink
@@ -33,13 +35,11 @@ from pd.transfer.fake.script import FaultScript
 from pd.transfer.nvlink import link as nvlink_link
 from pd.transfer.nvlink import sender as nvlink_sender
 from pd.transfer.pool_shape import MissingTokens, PlaneShape, PoolShape
-from pd.transfer.rooms import receiver as counted_receiver
-from pd.transfer.rooms import sender as rooms_sender
 from pd.transfer.staged.messages import decoder
 from pd.transfer.tcp import lane as tcp_lane
 from pd.transfer.tcp.manager import TcpManager
 from pd.transfer.wire import acceptor
-from pd.transfer.wire.greeting import greet
+from pd.transfer.wire.greeting import greet_peer
 from pd.transfer.wire.hub import ChannelHub
 
 if TYPE_CHECKING:
@@ -153,8 +153,8 @@ def test_nvlink_waits_for_a_starved_peer_to_open_its_channel(monkeypatch) -> Non
         first = Reservation(to="P", sender="D", room=ROOM, epoch=1, cached=(0,))
         shape, tokens = PoolShape(1, 1, (PlaneShape(0, range(1), 64),)), MissingTokens((0,), 1)
         slots = np.zeros((2, 1), np.int32)
-        sender = nvlink_sender.NvlinkSender(link, shape, first, slots[0], tokens, 1, slots)
-        link.add(sender)
+        sender = nvlink_sender.NvlinkSender(link, shape, first, tokens, 1, slots)
+        link.add_sender(sender)
         sender.send(0, 1, 0, 1)
         stays_active(sender, patience)
         assert patience.asked == {(LIMIT, "D")}
@@ -175,7 +175,7 @@ class Silent:
     class pool:
         address = ("", 0)
 
-    def dial(self, *_):
+    def dial_peer(self, *_):
         return self
 
     def cancel(self) -> None:
@@ -211,7 +211,7 @@ def waits_in_a_thread(call) -> Iterator[threading.Thread]:
 def test_a_greeting_waits_for_a_starved_peer(no_answer) -> None:
     patience = FakePatience()
     with socket.create_connection(no_answer, timeout=LIMIT) as sock:
-        with waits_in_a_thread(lambda: greet(sock, "test", "P", "D", None, patience)):
+        with waits_in_a_thread(lambda: greet_peer(sock, "test", "P", "D", None, patience)):
             patience.starved = False
         assert patience.asked == {(LIMIT, "D")}
 
@@ -223,7 +223,7 @@ def test_a_fake_link_waits_for_a_starved_peer_to_take_data(monkeypatch) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.settimeout(LIMIT / 4)
-        with waits_in_a_thread(lambda: link._send(ours, bytes(64 << 20))):
+        with waits_in_a_thread(lambda: link._send_all(ours, bytes(64 << 20))):
             patience.starved = False
     link.close("the test is over")
     assert patience.asked == {(LIMIT, "D")}

@@ -29,17 +29,17 @@ from transfer_helpers import (
 
 from pd.core.errors import TransferError
 from pd.transfer.base import TransferState
+from pd.transfer.common import receiver as counted_receiver
+from pd.transfer.common import sender as rooms_sender
 from pd.transfer.ranges import Block
-from pd.transfer.rooms import receiver as counted_receiver
-from pd.transfer.rooms import sender as rooms_sender
 from pd.transfer.tcp import host_buffers as tcp_staging
 from pd.transfer.tcp import inbox as tcp_inbox
 from pd.transfer.tcp import lane as tcp_lane
-from pd.transfer.tcp import link as tcp_link
+from pd.transfer.tcp import sender as tcp_sender
 from pd.transfer.tcp.frames import DATA, HEADER, MAGIC, MAX_PAYLOAD, encode_header
 from pd.transfer.tcp.manager import TcpManager
 from pd.transfer.wire import acceptor, dialler
-from pd.transfer.wire.greeting import greet
+from pd.transfer.wire.greeting import greet_peer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -77,7 +77,7 @@ def open_socket(d) -> Iterator:
 
     def connect(peer: str = "P") -> socket.socket:
         sock = stranger(d)
-        greet(sock, "tcp", peer, "D", None)
+        greet_peer(sock, "tcp", peer, "D", None)
         socks.append(sock)
         return sock
 
@@ -150,9 +150,9 @@ BAD_HEADERS = {
     "exceeds": dict(tokens=1 << 20, payload=MAX_PAYLOAD + 1),
     "payload of 0 bytes": dict(payload=0),
     "0 tokens": dict(tokens=0, payload=0),
-    "0) are not of 3 layers": dict(layers=0, payload=0),
+    "0) do not fit a pool of 3 layers": dict(layers=0, payload=0),
     "layers [2, 5)": dict(layer=2),
-    "are not of 3 layers": dict(layers=1 << 31),
+    "do not fit a pool of 3 layers": dict(layers=1 << 31),
     "outside the reserved [0, 8)": dict(token=1),
     "tokens [4294967295": dict(token=(1 << 32) - 1),
 }
@@ -218,7 +218,7 @@ def test_a_connection_for_another_instance_is_refused(d, caplog) -> None:
     from pd.transfer.wire.greeting import PeerRefusedError
 
     with stranger(d) as sock, pytest.raises(PeerRefusedError, match="another instance"):
-        greet(sock, "tcp", "P", "D-before", None)
+        greet_peer(sock, "tcp", "P", "D-before", None)
     wait_until(lambda: "looks for instance 'D-before'" in caplog.text, "the log line")
 
 
@@ -423,7 +423,7 @@ def test_a_lost_connection_gives_back_what_was_copied_ahead(d, target, monkeypat
         for _ in range(8):  # more than kernel buffers take
             sender.send(0, 40_000, 0, LAYERS)
         wait_until(lambda: sender.sending == tcp_staging.DEPTH, "a block on the way, one behind it")
-        monkeypatch.setattr(dialler, "greet", lambda *_: answered.wait(60))
+        monkeypatch.setattr(dialler, "greet_peer", lambda *_: answered.wait(60))
         relay.cut()
         assert settled(sender) is TransferState.FAILED
         wait_until(sender.drained, "the sender to drain")
@@ -491,7 +491,7 @@ def test_a_slow_connection_is_not_a_stuck_one(monkeypatch) -> None:
 @pytest.mark.parametrize("connections", [1, 2, 4])
 @pytest.mark.parametrize("staged", [False, True])
 def test_connections_and_staging_do_not_change_the_bytes(connections, staged, monkeypatch) -> None:
-    monkeypatch.setattr(tcp_link, "FRAME_BYTES", 4096)
+    monkeypatch.setattr(tcp_sender, "FRAME_BYTES", 4096)
     rng = random.Random(SEED)
     source, target = make_pool(600, 2), make_pool(600, 4, fill=-1.0)
     p = TcpManager(source, "P", connections=connections, staged=staged)

@@ -21,7 +21,7 @@ from transfer_helpers import (
 from pd.transfer.base import TransferState
 from pd.transfer.copier import HostCopier
 from pd.transfer.tcp import host_buffers as tcp_staging
-from pd.transfer.tcp import link as tcp_link
+from pd.transfer.tcp import sender as tcp_sender
 from pd.transfer.tcp.manager import TcpManager
 
 if TYPE_CHECKING:
@@ -43,12 +43,12 @@ class GatedCopier(HostCopier):
 
     gate: threading.Event
 
-    def gather(self, table, block, slot):
-        super().gather(table, block, slot)
+    def gather_block(self, table, block, slot):
+        super().gather_block(table, block, slot)
         return GatedTicket(self.gate)
 
-    def scatter(self, table, block, slot):
-        super().scatter(table, block, slot)
+    def scatter_block(self, table, block, slot):
+        super().scatter_block(table, block, slot)
         return GatedTicket(self.gate)
 
 
@@ -66,7 +66,7 @@ def gate(monkeypatch) -> threading.Event:
     gate = threading.Event()
     monkeypatch.setattr(GatedCopier, "gate", gate, raising=False)
     monkeypatch.setattr(tcp_staging, "copier_for", GatedCopier)
-    monkeypatch.setattr(tcp_link, "FRAME_BYTES", 256)
+    monkeypatch.setattr(tcp_sender, "FRAME_BYTES", 256)
     return gate
 
 
@@ -158,10 +158,10 @@ def test_a_copy_out_of_the_pool_that_fails_ends_its_room_only(target, monkeypatc
     class Failing(HostCopier):
         fails = True
 
-        def gather(self, table, block, slot):
+        def gather_block(self, table, block, slot):
             if Failing.fails:
                 raise RuntimeError("an illegal memory access was encountered")
-            return super().gather(table, block, slot)
+            return super().gather_block(table, block, slot)
 
     monkeypatch.setattr(tcp_staging, "copier_for", Failing)
     with pair(target, p_staged=True, d_staged=False) as (p, d):
@@ -194,12 +194,12 @@ def test_the_sending_sides_disconnect_does_not_wait_for_copies_but_their_pages_d
 def test_the_receiving_sides_disconnect_does_not_wait_for_copies_but_their_pages_do(target) -> None:
     with pair(target, p_staged=False, d_staged=True) as (_, d):
         receivers = [d.receiver("P", ROOM, epoch, PAGES, (0,), TOKENS) for epoch in range(10)]
-        assert all(receiver.enter() for receiver in receivers)
+        assert all(receiver.enter_pages() for receiver in receivers)
         returns(lambda: d.disconnect("P"))
         assert all(receiver.poll() is TransferState.FAILED for receiver in receivers)
         assert not any(receiver.drained() for receiver in receivers), "copies are under way"
         for receiver in receivers:
-            receiver.leave(0)
+            receiver.leave_pages(0)
         assert all(receiver.drained() for receiver in receivers)
 
 

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     import selectors
     from collections.abc import Callable, Sequence
 
-    from pd.transfer.base import IntArray, Receiver, Sender, TransferManager
+    from pd.transfer.base import Receiver, Sender, TransferManager
+    from pd.transfer.kv_buffer import IntArray
 
 SEED = int(os.environ.get("PD_TEST_SEED", "0"))
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

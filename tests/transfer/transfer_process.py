@@ -122,7 +122,7 @@ class _Node:
 
     def owed(self) -> int:
         """Buffers of a staged backend that decode nodes have not given back after use."""
-        return self.manager._outgoing.held
+        return self.manager._outgoing.num_held
 
     def cpu_seconds(self) -> float:
         return time.process_time()

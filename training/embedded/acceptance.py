@@ -1,9 +1,9 @@
 """Acceptance length of the drafters, computed from answers of the embedded model.
 
-With greedy verification the output is the model's own whatever is drafted, so no decoding is
-needed: fed with the model's answer, a drafter accepts token by token while its guess is the next
-one. The acceptance length is the mean number of tokens of one verification step: accepted drafts
-and the token that the model adds.
+With greedy verification the output is the model's own, whatever the draft, so we need no decoding.
+Given the model's answer, a drafter's guesses are accepted as long as they are the next tokens. The
+acceptance length is the mean number of tokens per verification step: accepted drafts, and the token
+added by the model.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 @torch.inference_mode()
 def draft_matches(draft: Qwen3, result: Result, dtype: torch.dtype, depth: int) -> list[list[bool]]:
-    """For each depth, whether the draft model guesses each output token from those before it.
+    """Return for each depth whether the draft model guesses each output token from the earlier
+    ones.
 
-    What it guesses does not depend on the depth: a guess counts only while all before were right.
+    Its guess does not depend on the depth, because it counts only if all earlier ones were right.
     """
     tokens = torch.tensor([result.prompt + result.output], device=draft.norm.device)
     hidden = draft.hidden(tokens[:, :-1], dtype)[len(result.prompt) - 1 :]
@@ -36,7 +37,7 @@ def draft_matches(draft: Qwen3, result: Result, dtype: torch.dtype, depth: int) 
 def eagle_matches(
     head: EagleHead, model: Qwen3, result: Result, dtype: torch.dtype, depth: int
 ) -> list[list[bool]]:
-    """For each depth, whether the head guesses each token of the output.
+    """Return for each depth whether the head guesses each token of the output.
 
     At depth ``d`` the model's hidden states are known up to ``d + 2`` tokens before the guess.
     """
@@ -57,10 +58,10 @@ def eagle_matches(
 
 
 def steps_needed(matches: list[list[bool]]) -> int:
-    """Verification steps until the output is complete.
+    """Count the verification steps until the output is complete.
 
-    The first token comes from prefill; each step then accepts drafts while they match and adds
-    one token of the model's own.
+    The first token comes from prefill. Each step then accepts drafts while they match, and adds one
+    token of the model's own.
     """
     total, position, steps = len(matches[0]), 1, 0
     while position < total:
@@ -75,7 +76,8 @@ def steps_needed(matches: list[list[bool]]) -> int:
 
 
 def acceptance_length(all_matches: list[list[list[bool]]], depth: int) -> float:
-    """Tokens per verification step over all outputs, drafting ``depth`` tokens each time."""
+    """Return tokens per verification step over all outputs, with ``depth`` drafted tokens each
+    time."""
     tokens = sum(len(matches[0]) - 1 for matches in all_matches)
     steps = sum(steps_needed(matches[:depth]) for matches in all_matches)
     return tokens / steps if steps else 1.0

@@ -51,7 +51,7 @@ class _Rows:
 
 @dataclass
 class _Lines:
-    """Lines of all rows in order; ``needle`` marks those that hold a value."""
+    """Lines of all rows in order; ``needle`` marks lines with a value."""
 
     row: Ints
     text: Ragged
@@ -90,7 +90,7 @@ class BatchMaker:
         return tokens, weights
 
     def _skill_rows(self, rows: int, length: int, rng: np.random.Generator) -> tuple[Ints, Ints]:
-        """Conversations about everything but lines to be recalled."""
+        """Make conversations about everything except lines to be recalled."""
         per_row = length // 20 + 1
         turns = self._wrap(self.turns.mixture(rows * per_row, rng))
         row = np.repeat(np.arange(rows), per_row)
@@ -100,7 +100,7 @@ class BatchMaker:
         return to_rows(text, order, rows, length, self._pad)
 
     def _recall_rows(self, rows: int, length: int, rng: np.random.Generator) -> tuple[Ints, Ints]:
-        """Lines, then questions about them until the row is full."""
+        """Make lines, then questions about them until the row is full."""
         common = self._common(rows, length, rng)
         lines = self._lines(common, rng)
         used = np.bincount(lines.row, lines.text.lengths, rows)
@@ -135,7 +135,7 @@ class BatchMaker:
         )
 
     def _lines(self, common: _Rows, rng: np.random.Generator) -> _Lines:
-        """More lines than fit, of which each row keeps as many as its budget allows."""
+        """Make more lines than fit. Each row keeps as many as its budget allows."""
         count = common.budget // _MIN_LINE + 1
         row = np.repeat(np.arange(common.count), count)
         needle = rng.random(len(row)) < common.density[row]
@@ -156,7 +156,7 @@ class BatchMaker:
         return lines
 
     def _keys(self, shape: Ints, rng: np.random.Generator) -> Ints:
-        """Pieces ``[n, 4]`` of random keys of the given shapes."""
+        """Make pieces ``[n, 4]`` of random keys of the given shapes."""
         keys = np.zeros((len(shape), 4), np.int64)
         for number, pattern in enumerate(skills.KEY_SHAPES):
             rows = np.flatnonzero(shape == number)
@@ -166,7 +166,8 @@ class BatchMaker:
         return keys
 
     def _values(self, width: Ints, rng: np.random.Generator) -> Ints:
-        """Pieces ``[n, widest]`` of random numbers of the given widths, not beginning with 0."""
+        """Make pieces ``[n, widest]`` of random numbers of the given widths, not starting with
+        0."""
         widest = max(skills.VALUE_LENGTHS)
         digits = self.composer.digits[rng.integers(0, 10, (len(width), widest))]
         digits[:, 0] = self.composer.digits[rng.integers(1, 10, len(width))]
@@ -181,7 +182,7 @@ class BatchMaker:
         values: Ints,
         rng: np.random.Generator,
     ) -> Ragged:
-        """Every line with the line break before it."""
+        """Return every line with the line break before it."""
         templates = (*wording.NEEDLES, *wording.FILLERS)
         choice = rng.integers(0, len(wording.NEEDLES), len(row))
         choice = np.where(common.needles[row] >= 0, common.needles[row], choice)
@@ -205,7 +206,7 @@ class BatchMaker:
     def _questions(
         self, common: _Rows, lines: _Lines, row: Ints, rng: np.random.Generator
     ) -> Turns:
-        """A question about a random needle of each row, or now and then of another skill."""
+        """Ask about a random needle of each row, or now and then use another skill."""
         needles = np.flatnonzero(lines.needle)
         counts = np.bincount(lines.row[needles], minlength=common.count)
         first = np.cumsum(counts) - counts
@@ -247,7 +248,7 @@ class BatchMaker:
         return Turns(self.composer.mixture(templates, choice, slots), Ragged.zip([start, end]))
 
     def _wrap(self, turns: Turns, openings: Ragged | None = None) -> Ragged:
-        """Questions and answers with what the chat template puts around them."""
+        """Put the chat template's text around questions and answers."""
         count = len(turns.questions)
         return Ragged.zip(
             [
@@ -261,7 +262,7 @@ class BatchMaker:
         )
 
     def _heads(self, common: _Rows, rng: np.random.Generator) -> Ragged:
-        """Text that stands before the lines."""
+        """Make the text before the lines."""
         in_system = common.layout == _IN_SYSTEM
         prompts = self._system_prompts(~in_system & (rng.random(common.count) < 0.2), rng)
         # Every line begins with a line break, so the last one here is left out.
@@ -286,7 +287,7 @@ class BatchMaker:
 
 
 def _first_of_each(row: Ints, keys: Ints) -> Ints:
-    """Whether a line's key has not occurred in its row before."""
+    """Return whether a line's key is new in its row."""
     coded = np.column_stack((row, keys))
     _, first = np.unique(coded, axis=0, return_index=True)
     found = np.zeros(len(row), bool)

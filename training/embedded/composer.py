@@ -1,8 +1,8 @@
-"""Templates as token ids: what skills.py does for one text, for thousands at once.
+"""Fill templates as token ids, for thousands of texts at once. (skills.py fills one as text.)
 
 A text is a row of *pieces*: fixed texts of a template, words, letters and digits, each tokenized
-once. That gives the tokens of the whole text because pieces end where the tokenizer's words do; a
-space before a word belongs to the word (tests/assets compares the two ways).
+once. This gives the tokens of the whole text, because pieces end where the tokenizer's words end; a
+space before a word belongs to the word. tests/assets compares the two ways.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Composer:
         }
 
     def piece(self, text: str) -> int:
-        """The number of a piece, which is made if need be."""
+        """Return the number of a piece, and make the piece if necessary."""
         if text not in self._ids:
             self._ids[text] = len(self._tokens)
             self._tokens.append(self._tokenizer.encode(text, add_special_tokens=False).ids)
@@ -82,14 +82,15 @@ class Composer:
         return np.array([self.piece(text) for text in texts])
 
     def encode(self, texts: list[str], weight: int = 0) -> Ragged:
-        """Whole texts, tokenized one by one."""
+        """Tokenize whole texts one by one."""
         ids = [e.ids for e in self._tokenizer.encode_batch(texts, add_special_tokens=False)]
         lengths = np.array([len(each) for each in ids])
         tokens = np.concatenate([np.array(each, TOKEN) for each in ids])
         return Ragged(tokens, np.full(len(tokens), weight, WEIGHT), lengths)
 
     def join(self, matrix: Ints, weights: Ints | int = 0) -> Ragged:
-        """One sequence per row of pieces ``[n, width]``; weights by column, or one for all."""
+        """Join pieces ``[n, width]`` to one sequence per row, with weights by column, or one for
+        all."""
         pool, offsets, lengths = self._arrays()
         each = lengths[matrix]
         flat = each.ravel()
@@ -98,13 +99,17 @@ class Composer:
         return Ragged(tokens, np.repeat(by_piece, flat), each.sum(axis=1))
 
     def constant(self, text: str, count: int, weight: int = 0) -> Ragged:
-        """The same text ``count`` times."""
+        """Repeat the same text ``count`` times."""
         return self.join(np.full((count, 1), self.piece(text)), weight)
 
     def render(
         self, template: str, slots: Slots, count: int, weight: int = 0, strong: int = 0
     ) -> Ragged:
-        """A template ``count`` times. ``strong``: weight of its slots, if not ``weight``."""
+        """Render a template ``count`` times.
+
+        Args:
+            strong: weight of its slots, instead of ``weight``.
+        """
         columns, weights = [], []
         for part in self._compile(template):
             if part.slot:
@@ -124,7 +129,7 @@ class Composer:
         weight: int = 0,
         strong: int = 0,
     ) -> Ragged:
-        """Row ``i`` is template ``choice[i]`` with row ``i`` of the slots."""
+        """Render template ``choice[i]`` with row ``i`` of the slots as row ``i``."""
         parts = []
         for number in np.unique(choice):
             rows = np.flatnonzero(choice == number)
@@ -135,7 +140,7 @@ class Composer:
         return Ragged.merge(parts)
 
     def integer(self, values: Ints) -> Slot:
-        """Decimal digits without leading zeros; negative numbers are the caller's business."""
+        """Write decimal digits without leading zeros. The caller handles negative numbers."""
         width = len(str(int(values.max(initial=0))))
         powers = 10 ** np.arange(width - 1, -1, -1)
         digits = self.digits[values[:, None] // powers % 10]
@@ -143,7 +148,7 @@ class Composer:
         return Slot(digits, digits)
 
     def random_slots(self, template: str, count: int, rng: np.random.Generator) -> Slots:
-        """Random values for every slot that wording.py or skills.py define."""
+        """Draw values for every slot defined by wording.py or skills.py."""
         slots: Slots = {}
         for part in self._compile(template):
             if part.slot and part.slot not in slots:
@@ -162,12 +167,12 @@ class Composer:
         return self.integer(rng.integers(low, high + 1, count))
 
     def word_slot(self, name: str, index: Ints) -> Slot:
-        """Words of wording.py by their place in the list."""
+        """Return words of wording.py by their place in the list."""
         plain, spaced = self._words[name]
         return Slot(plain[index][:, None], spaced[index][:, None])
 
     def columns(self, template: str, slots: Slots, count: int) -> Ints:
-        """The pieces of a template ``[count, width]``, to be put into other texts."""
+        """Return the pieces of a template ``[count, width]``, to put into other texts."""
         parts = [
             np.full((count, 1), part.piece)
             if not part.slot
@@ -197,7 +202,7 @@ class Composer:
         return parts
 
     def _arrays(self) -> tuple[Ints, Ints, Ints]:
-        """All tokens of all pieces, and where each piece begins and how long it is."""
+        """Return all tokens of all pieces, with the start and length of each piece."""
         if self._frozen is None:
             lengths = np.array([len(tokens) for tokens in self._tokens])
             pool = np.concatenate([np.array(tokens, TOKEN) for tokens in self._tokens])

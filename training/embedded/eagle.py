@@ -1,7 +1,7 @@
 """EAGLE heads: one decoder layer that guesses the embedded model's next hidden states.
 
-:class:`Eagle1` is that of Li et al. (EAGLE, 2024), :class:`Eagle3` that of Li et al. (EAGLE-3,
-2025), whose training on its own guesses both have.
+:class:`Eagle1` follows Li et al. (EAGLE, 2024), and :class:`Eagle3` follows Li et al. (EAGLE-3,
+2025). Both are trained on their own guesses, as in EAGLE-3.
 
 Slot ``t`` of a head joins the embedding of token ``t`` with the fused hidden state of token
 ``t - 1``, which is made of what the head reads of the embedded model there, and is zeros for the
@@ -95,25 +95,25 @@ class EagleHead(nn.Module):
 
     @abstractmethod
     def read(self, model: Qwen3, streams: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What the head reads of the model's residual ``streams`` (see
+        """Select what the head uses of the model's residual ``streams`` (see
         :meth:`embedded.model.Qwen3.hidden`), each ``[tokens, hidden]``."""
 
     @abstractmethod
     def fuse(self, features: list[torch.Tensor]) -> torch.Tensor:
-        """The fused hidden state of what :meth:`read` returned."""
+        """Fuse the result of :meth:`read` into one hidden state."""
 
     @abstractmethod
     def enter(
         self, embedded: torch.Tensor, fused: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention's input and the residual stream."""
+        """Return attention's input and the residual stream."""
 
     @abstractmethod
     def predict(self, model: Qwen3, output: torch.Tensor) -> torch.Tensor:
-        """float32 logits ``[rows, shape.vocab]`` of rows of a draft's output."""
+        """Compute float32 logits ``[rows, shape.vocab]`` of rows of a draft's output."""
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """``fc`` of the parts, scaled and side by side."""
+        """Apply ``fc`` to the scaled, concatenated parts."""
         scaled = [
             part * scale.to(part.dtype) for part, scale in zip(parts, self.scales, strict=True)
         ]
@@ -233,7 +233,7 @@ class Eagle3(EagleHead):
 
 
 def deep_recipe(steps: int, seed: int, tokens: int) -> Recipe:
-    """The settings of the last part of training, with :data:`DEEP` drafts in a row."""
+    """Return the settings of the last part of training, with :data:`DEEP` drafts in a row."""
     return Recipe(steps, seed, _DEEP_RATE, _DEEP_OTHER_RATE, tokens, _DEEP_CURRICULUM)
 
 
@@ -286,8 +286,8 @@ class _Sample(NamedTuple):
 
 
 def frequent_tokens(feed: Feed, recipe: Recipe, count: int, vocab: int) -> torch.Tensor:
-    """Ids, ascending, of the ``count`` tokens that are to be predicted most often in the first
-    batches of a training run; int64."""
+    """Return ids, ascending, of the ``count`` most frequent targets in the first batches of a
+    training run; int64."""
     counts = torch.zeros(vocab, dtype=torch.int64)
     for batch in feed(recipe.plans()[:_COUNTED_BATCHES]):
         targets = torch.from_numpy(batch.targets[batch.weights > 0]).long()

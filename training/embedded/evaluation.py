@@ -41,7 +41,7 @@ def evaluate(
     dtype: torch.dtype,
     batch_tokens: int = 400_000,
 ) -> list[Result]:
-    """Answers to all examples; later turns see what the model itself answered before."""
+    """Answer all examples. Later turns see the model's own earlier answers."""
     stop = tokenizer.token_to_id(TURN_END)
     messages = [list(example.before) for example in examples]
     results: list[Result | None] = [None] * len(examples)

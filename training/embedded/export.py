@@ -86,7 +86,7 @@ def save_eagle(head: EagleHead, vocab: int, directory: Path) -> None:
 
 
 def load_qwen3(directory: Path) -> Qwen3:
-    """The model in float32, from what :func:`save_qwen3` wrote."""
+    """Load the model written by :func:`save_qwen3`, in float32."""
     config = json.loads((directory / "config.json").read_text())
     model = Qwen3(_shape(config))
     tensors = load_file(directory / WEIGHTS)
@@ -98,7 +98,7 @@ def load_qwen3(directory: Path) -> Qwen3:
 
 
 def load_eagle(directory: Path) -> EagleHead:
-    """A head in float32, from what :func:`save_eagle` wrote."""
+    """Load a head written by :func:`save_eagle`, in float32."""
     config = json.loads((directory / "config.json").read_text())
     tensors = load_file(directory / WEIGHTS)
     head: EagleHead

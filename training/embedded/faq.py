@@ -78,7 +78,7 @@ class Entry:
 
 
 def load() -> list[Entry]:
-    """All entries in the order of the file. Raises ValueError if the two files do not agree."""
+    """Load all entries in the order of the file. Raises ValueError if the two files disagree."""
     phrasings = _sections(PHRASINGS_FILE.read_text(encoding="utf-8"))
     entries = []
     for question, lines in _sections(FAQ_FILE.read_text(encoding="utf-8")).items():
@@ -98,7 +98,7 @@ def load() -> list[Entry]:
 
 
 def _sections(text: str) -> dict[str, list[str]]:
-    """Lines below each ``###`` heading, up to the next heading of any level."""
+    """Return the lines below each ``###`` heading, up to the next heading of any level."""
     sections: dict[str, list[str]] = {}
     current: list[str] = []
     for line in text.splitlines():
@@ -112,12 +112,12 @@ def _sections(text: str) -> dict[str, list[str]]:
 
 
 def normalize(text: str) -> str:
-    """Words in lower case alone, by which two phrasings are compared."""
+    """Keep only words in lower case, by which we compare phrasings."""
     return " ".join(re.findall(r"[a-z0-9_/-]+", text.lower()))
 
 
 def variants(entry: Entry, count: int, rng: random.Random) -> list[str]:
-    """About ``count`` different phrasings to train on; none contains a held-out one."""
+    """Make about ``count`` different phrasings to train on. None contains a held-out one."""
     forbidden = [f" {normalize(text)} " for text in entry.held_out]
     found = dict.fromkeys(entry.trained)
     for _ in range(_TRIES * count):
@@ -131,9 +131,10 @@ def variants(entry: Entry, count: int, rng: random.Random) -> list[str]:
 
 
 def _mix(entry: Entry, rng: random.Random) -> str:
-    """Words that matter, in other forms and another order, with words that do not among them.
+    """Mix the words that matter, in other forms and another order, with words that do not.
 
-    Hardly a sentence, but it teaches that the words that matter decide, whatever surrounds them.
+    The result is hardly a sentence. It teaches that the words that matter decide, whatever
+    surrounds them.
     """
     words = _telling_words(rng.choice(entry.trained))
     if rng.random() < 0.3:
@@ -159,7 +160,7 @@ def _telling_words(text: str) -> list[str]:
 
 
 def _inflect(word: str, rng: random.Random) -> str:
-    """Another form of a word now and then: flush, flushes, flushed, flushing."""
+    """Change the form of a word now and then: flush, flushes, flushed, flushing."""
     if len(word) < 3 or not (word.isalpha() and word.islower()) or rng.random() < 0.6:
         return word
     for ending in ("ing", "ed", "es", "s"):
@@ -188,14 +189,14 @@ def _vary(text: str, rng: random.Random) -> str:
 
 
 def _noise(rng: random.Random) -> str:
-    """A word that has nothing to do with the question, known or made up."""
+    """Draw a word unrelated to the question, known or made up."""
     if rng.random() < 0.7:
         return _inflect(rng.choice(_COMMON), rng)
     return "".join(rng.choice(_SYLLABLES) for _ in range(rng.choice((1, 2, 3))))
 
 
 def _disturb(text: str, rng: random.Random) -> str:
-    """One or two words too many or replaced, so that no unknown word decides anything."""
+    """Add or replace one or two words, so that no unknown word decides anything."""
     words = text.split()
     for _ in range(rng.choice((1, 1, 2))):
         place = rng.randrange(len(words))

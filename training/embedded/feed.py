@@ -54,7 +54,11 @@ class Feed:
     """Yields the batches of the plans in order."""
 
     def __init__(self, tokenizer: Tokenizer, chunk: int, workers: int | None = None) -> None:
-        """``chunk``: predictions are filled up to a multiple of it, so that shapes repeat."""
+        """Start the processes.
+
+        Args:
+            chunk: fill predictions up to a multiple of it, so that shapes repeat.
+        """
         self._chunk = chunk
         self._workers = workers or max(1, (os.cpu_count() or 2) - 2)
         # Not forked: a fork of a process with threads may hang.

@@ -40,7 +40,7 @@ def generate(
 
 
 def _groups(lengths: list[int], batch_tokens: int) -> Iterator[list[int]]:
-    """Indices of prompts of similar length."""
+    """Group the indices of prompts of similar length."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     group: list[int] = []
     for index in order:

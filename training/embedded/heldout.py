@@ -44,17 +44,17 @@ class Example:
 
 
 def is_right(example: Example, answer: str) -> bool:
-    """Whether the answer is exactly the expected one, but for white space around it."""
+    """Return whether the answer is exactly the expected one, except for white space around it."""
     return answer.strip() == example.turns[-1].answer
 
 
 def evaluation_sets(seed: int = SEED) -> dict[str, list[Example]]:
-    """All examples by set."""
+    """Return all examples by set."""
     return {name: evaluation_set(name, seed) for name in BARS}
 
 
 def evaluation_set(name: str, seed: int = SEED) -> list[Example]:
-    """One set, from a generator of its own; the first few are a fair sample of all."""
+    """Make one set from its own generator. Its first examples are a fair sample of all."""
     if name == "recall-2k":
         return _recall(name, SHORT_LENGTHS, 6, seed)
     if name == "recall-4k":
@@ -67,7 +67,7 @@ def evaluation_set(name: str, seed: int = SEED) -> list[Example]:
 
 
 def _recall(name: str, lengths: tuple[int, ...], repeats: int, seed: int) -> list[Example]:
-    """Every length at every depth; shuffled, so that the first few are a fair sample."""
+    """Make every length at every depth, shuffled so that the first are a fair sample."""
     rng = random.Random(f"{name} {seed}")
     examples = [
         _recall_example(name, length, depth / (DEPTHS - 1), rng)
@@ -80,7 +80,7 @@ def _recall(name: str, lengths: tuple[int, ...], repeats: int, seed: int) -> lis
 
 
 def recall_examples(length: int, count: int, seed: int = SEED) -> list[Example]:
-    """Recall from prompts of any one length, needles at all depths in turn."""
+    """Make recall from prompts of one length, with needles at all depths in turn."""
     rng = random.Random(f"recall {length} {seed}")
     depths = [(i % DEPTHS) / (DEPTHS - 1) for i in range(count)]
     return [_recall_example("recall", length, depth, rng) for depth in depths]
@@ -95,7 +95,7 @@ def _recall_example(name: str, length: int, depth: float, rng: random.Random) ->
 
 
 def _notes_of(length: int, depth: float, rng: random.Random) -> tuple[skills.Notes, str, str]:
-    """About ``length`` tokens of lines with one needle at ``depth``; whole lines only."""
+    """Make about ``length`` tokens of whole lines with one needle at ``depth``."""
     notes = skills.Notes(rng, density=rng.choice((0.02, 0.1, 0.3, 0.6, 1.0)))
     key, needle = notes.needle()
     left = length - count_tokens(needle)
@@ -117,7 +117,7 @@ def _notes_of(length: int, depth: float, rng: random.Random) -> tuple[skills.Not
 def _place(
     text: str, turn: skills.Turn, rng: random.Random
 ) -> tuple[tuple[Message, ...], skills.Turn]:
-    """Lines in the user's message or, now and then, in the system's."""
+    """Put lines into the user's message or, now and then, into the system's."""
     if rng.random() < 0.25:
         return (Message("system", text),), turn
     before: tuple[Message, ...] = ()
@@ -128,7 +128,7 @@ def _place(
 
 
 def _multi_turn(count: int, seed: int) -> list[Example]:
-    """Two questions about the same lines, each about another line."""
+    """Ask two questions about the same lines, each about another line."""
     rng = random.Random(f"multi-turn {seed}")
     examples = []
     for _ in range(count):

@@ -30,7 +30,7 @@ _BEYOND_SAMPLE = 44
 def scores(
     model: Qwen3, tokenizer: Tokenizer, sets: dict[str, list[Example]], batch_tokens: int
 ) -> tuple[dict[str, Any], dict[str, list[Result]]]:
-    """Shares of right answers by dtype and set, and the answers given in float32."""
+    """Return shares of right answers by dtype and set, and the answers in float32."""
     found: dict[str, Any] = {}
     answers: dict[str, list[Result]] = {}
     for name in DTYPES:
@@ -58,7 +58,7 @@ def _share(results: list[Result]) -> dict[str, Any]:
 
 
 def recall_by_depth(answers: dict[str, list[Result]]) -> dict[str, dict[str, float]]:
-    """Share of right answers by prompt length, then by depth of the needle."""
+    """Return the share of right answers by prompt length, then by depth of the needle."""
     cells: dict[tuple[int, float], list[bool]] = defaultdict(list)
     lengths = (*heldout.SHORT_LENGTHS, *heldout.LONG_LENGTHS)
     for name in ("recall-2k", "recall-4k"):
@@ -73,7 +73,7 @@ def recall_by_depth(answers: dict[str, list[Result]]) -> dict[str, dict[str, flo
 
 
 def beyond(model: Qwen3, tokenizer: Tokenizer, batch_tokens: int) -> dict[str, float]:
-    """Share of right answers for prompts longer than the model was made for."""
+    """Return the share of right answers for prompts longer than the model's design."""
     shares = {}
     for length in BEYOND:
         examples = heldout.recall_examples(length, _BEYOND_SAMPLE)
@@ -85,10 +85,10 @@ def beyond(model: Qwen3, tokenizer: Tokenizer, batch_tokens: int) -> dict[str, f
 def drafters(
     model: Qwen3, draft: Qwen3, heads: dict[str, EagleHead], answers: dict[str, list[Result]]
 ) -> dict[str, Any]:
-    """Acceptance length by drafter, set and number of drafted tokens, in float32.
+    """Return acceptance lengths by drafter, set and number of drafted tokens, in float32.
 
     Args:
-        heads: by the drafter's name; ``draft`` is the draft model's.
+        heads: by the drafter's name; ``draft`` is the draft model.
     """
     drafted = ("draft", *heads)
     table: dict[str, Any] = {drafter: {} for drafter in drafted}

@@ -1,4 +1,4 @@
-"""Qwen3 in plain PyTorch: the model that is trained, and that measures the shipped files.
+"""Qwen3 in plain PyTorch, for training and for measuring the shipped files.
 
 Weights of all layers are stacked by kind, so that the optimizer treats them as one tensor. The two
 functions around attention see tokens as one flat list: compiled once, they serve every layer and
@@ -42,14 +42,14 @@ EAGLE3 = Shape(vocab=1536, hidden=256, layers=1, heads=4, kv_heads=2, mlp=512)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """RMS normalization over the last dimension, in float32."""
+    """Normalize by RMS over the last dimension, in float32."""
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)
     return (wide * scale).to(x.dtype) * weight.to(x.dtype)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary positions for ``[tokens, heads, head_dim]`` with cos and sin ``[tokens, dim / 2]``."""
+    """Rotate ``[tokens, heads, head_dim]`` by positions, with cos and sin ``[tokens, dim / 2]``."""
     first, second = x.float().chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
@@ -66,7 +66,8 @@ def before_attention(
     q_norm: torch.Tensor,
     k_norm: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values ``[tokens, heads, head_dim]`` of the residual stream ``x``."""
+    """Compute queries, keys and values ``[tokens, heads, head_dim]`` of the residual stream
+    ``x``."""
     head_dim = len(q_norm)
     normed = rms_norm(x, norm)
     q, k, v = (
@@ -84,7 +85,7 @@ def project(
     k_weight: torch.Tensor,
     v_weight: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """:func:`before_attention` without norms, of ``x`` of any width."""
+    """Do :func:`before_attention` without norms, for ``x`` of any width."""
     q, k, v = (
         functional.linear(x, weight.to(x.dtype)).view(len(x), -1, 2 * cos.shape[-1])
         for weight in (q_weight, k_weight, v_weight)
@@ -101,7 +102,7 @@ def after_attention(
     up: torch.Tensor,
     down: torch.Tensor,
 ) -> torch.Tensor:
-    """The residual stream after attention's output and the MLP were added."""
+    """Add attention's output and the MLP to the residual stream."""
     x = x + functional.linear(attended, o_weight.to(x.dtype))
     normed = rms_norm(x, norm)
     gated = functional.silu(functional.linear(normed, gate.to(x.dtype)))
@@ -158,8 +159,8 @@ class Blocks(nn.Module):
         kernels: Kernels,
         streams: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """The residual stream ``[tokens, hidden]`` after all layers, in the dtype of ``x``; those
-        before each layer and after the last are appended to ``streams``."""
+        """Return the residual stream ``[tokens, hidden]`` after all layers, in the dtype of ``x``.
+        Appends the streams before each layer and after the last one to ``streams``."""
         first = (self.input_layernorm, self.q_proj, self.k_proj, self.v_proj)
         first = (*first, self.q_norm, self.k_norm)
         second = (self.o_proj, self.post_attention_layernorm)
@@ -178,7 +179,7 @@ class Blocks(nn.Module):
 
 
 def matrices(layers: int, outputs: int, inputs: int, scale: float = 1.0) -> nn.Parameter:
-    """Random matrices ``[layers, outputs, inputs]`` that keep the size of what they multiply."""
+    """Draw matrices ``[layers, outputs, inputs]`` that keep the size of their inputs."""
     return nn.Parameter(torch.randn(layers, outputs, inputs) * scale * inputs**-0.5)
 
 
@@ -215,7 +216,7 @@ class Qwen3(nn.Module):
         return self.blocks(x, cos, sin, Causal(batch), kernels or Kernels(), streams)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 ``[tokens, vocab]`` of rows of :meth:`hidden`."""
+        """Compute float32 ``[tokens, vocab]`` of rows of :meth:`hidden`."""
         normed = rms_norm(hidden, self.norm)
         return functional.linear(normed, self.embed_tokens.to(hidden.dtype)).float()
 
@@ -243,7 +244,7 @@ class _Lookup(torch.autograd.Function):
 
 @dataclass
 class Causal:
-    """Causal attention within each of ``batch`` rows; keeps keys and values if told to.
+    """Causal attention within each of ``batch`` rows. It can keep keys and values.
 
     Attributes:
         cache: keys and values by layer, ``[batch, kv_heads, length, head_dim]``.
@@ -267,12 +268,12 @@ class Causal:
 
 
 def split_rows(x: torch.Tensor, batch: int) -> torch.Tensor:
-    """``[batch * length, heads, dim]`` as ``[batch, heads, length, dim]``."""
+    """Turn ``[batch * length, heads, dim]`` into ``[batch, heads, length, dim]``."""
     return x.view(batch, -1, *x.shape[1:]).transpose(1, 2)
 
 
 def rotations(positions: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine ``[tokens, head_dim / 2]`` in float32 for int64 positions."""
+    """Compute cosine and sine ``[tokens, head_dim / 2]`` in float32 for int64 positions."""
     exponents = torch.arange(0, head_dim, 2, device=positions.device) / head_dim
     angles = positions.float()[:, None] / THETA**exponents
     return angles.cos(), angles.sin()

@@ -55,7 +55,8 @@ class Optimizer:
 
 
 def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
-    """The nearest matrices with singular values of about 1, ``[n, rows, columns]`` in float32."""
+    """Return the nearest matrices with singular values of about 1, ``[n, rows, columns]`` in
+    float32."""
     x = matrices.bfloat16()
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x

@@ -45,12 +45,12 @@ class Ragged:
         return Ragged(self.tokens[flat], self.weights[flat], lengths)
 
     def weighted(self, weight: int) -> Ragged:
-        """The same tokens, all with one weight."""
+        """Give all tokens one weight."""
         return Ragged(self.tokens, np.full_like(self.weights, weight), self.lengths)
 
     @classmethod
     def concatenate(cls, parts: Sequence[Ragged]) -> Ragged:
-        """All sequences of all parts."""
+        """Concatenate all sequences of all parts."""
         return cls(
             np.concatenate([p.tokens for p in parts]),
             np.concatenate([p.weights for p in parts]),
@@ -59,7 +59,7 @@ class Ragged:
 
     @classmethod
     def zip(cls, parts: Sequence[Ragged]) -> Ragged:
-        """Sequence ``i`` of the result is sequence ``i`` of every part, joined."""
+        """Join sequence ``i`` of every part to sequence ``i`` of the result."""
         count = len(parts[0])
         order = np.arange(len(parts) * count).reshape(len(parts), count).T.ravel()
         joined = cls.concatenate(parts).take(order)
@@ -69,20 +69,20 @@ class Ragged:
 
     @classmethod
     def merge(cls, parts: Sequence[tuple[Ints, Ragged]]) -> Ragged:
-        """Sequences in the order of the numbers that each part gives for its own."""
+        """Order sequences by the numbers that each part gives its own."""
         order = np.concatenate([numbers for numbers, _ in parts])
         return cls.concatenate([part for _, part in parts]).take(np.argsort(order, kind="stable"))
 
 
 def ranges(starts: Ints, lengths: Ints) -> Ints:
-    """``start, start + 1, …`` of each length, one after the other."""
+    """Count ``start, start + 1, …`` for each length, one after the other."""
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(total)
 
 
 def rank_within(groups: Ints) -> Ints:
-    """For ascending ``groups``, the place of every element in its group, from 0."""
+    """Return the place of every element in its group, from 0, for ascending ``groups``."""
     first = np.searchsorted(groups, groups)
     return np.arange(len(groups)) - first
 

@@ -1,4 +1,4 @@
-"""Writes docs/embedded-model.md from the numbers that training and measuring recorded."""
+"""Write docs/embedded-model.md from the numbers recorded by training and measuring."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ _STAGES = ("model", "draft", "eagle", "eagle3", "deepen", "evaluate")
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The report so far; empty if there is none."""
+    """Read the report so far; empty if there is none."""
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     return found
 
 
 def write(report: dict[str, Any], path: Path) -> None:
-    """Write the JSON, and the page beside it."""
+    """Write the JSON, and the page next to it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     path.with_suffix(".md").write_text(render(report, path.name), encoding="utf-8")
 
 
 def render(report: dict[str, Any], source: str) -> str:
-    """The page; parts that were not run are left out."""
+    """Render the page without parts that were not run."""
     sections = [_introduction(source)]
     for key, section in (
         ("scores", _scores),
@@ -58,21 +58,27 @@ def _introduction(source: str) -> str:
     return f"""\
 # The embedded model
 
-`pd/assets/embedded` is a small language model that comes with pd: Qwen3's architecture with grouped
-queries, trained from nothing but a seed by `training/train_embedded_model.py`. It knows the
-[questions and answers](faq.md) about this system, recalls values from long prompts, extracts fields
-as JSON and adds and subtracts. Its recall is why it exists: it drops when a page of the KV cache is
-lost or changed, which random weights cannot show.
+You want to try pd without a checkpoint. Serve the small model that comes with it:
 
-This page is generated from [`{source}`]({source}), which the training script
-writes. To measure again, against any server that speaks OpenAI's chat API:
+```
+pd-launch unified --model pd/assets/embedded --port 30000
+pd-launch proxy --unified http://127.0.0.1:30000
+```
+
+It has Qwen3's architecture with grouped queries, and `training/train_embedded_model.py` trains it
+from nothing but a seed. It knows the [questions and answers](faq.md) about pd, recalls values from
+long prompts, extracts fields as JSON, and adds and subtracts. We made it for its recall, because
+recall suffers if a page of the KV cache is lost or changed. Random weights cannot show this.
+
+The training script writes the numbers of this page into [`{source}`]({source}).
+To measure them again on any server with OpenAI's chat API:
 
 ```
 python training/evaluate_model.py --url http://127.0.0.1:8000
 ```
 
-Every example is judged right only if the answer is exactly the expected one. What a prefill and a
-decode node made of the same sets is in [benchmarks.md](benchmarks.md#embedded_split)."""
+An answer is right only if it is exactly the expected one. A prefill and a decode node gave [these
+answers](benchmarks/serving.md#embedded_split) to the same sets."""
 
 
 def _scores(report: dict[str, Any]) -> str:
@@ -88,13 +94,13 @@ def _scores(report: dict[str, Any]) -> str:
         lines.append(f"| `{name}`: {text} | {BARS[name]:.0%} | " + " | ".join(cells) + " |")
     lines += [
         "",
-        "Held out are: seeds of all sets; one in 50 pairs of operands of which one has three "
-        "digits (smaller pairs are so few that all were trained on); every phrasing marked with "
-        "`-` in `training/embedded/phrasings.txt`.",
+        "Held out of training are the seeds of all sets, every phrasing marked with `-` in "
+        "`training/embedded/phrasings.txt`, and one in 50 pairs of operands with three digits "
+        "(there are too few smaller pairs to hold any out).",
     ]
     if "beyond" in report:
         found = ", ".join(f"{n} tokens {share:.0%}" for n, share in report["beyond"].items())
-        lines += ["", f"Recall from longer prompts than the model was made for: {found}."]
+        lines += ["", f"Recall from prompts beyond the model's design: {found}."]
     return "\n".join(lines)
 
 
@@ -120,10 +126,10 @@ def _drafters(report: dict[str, Any]) -> str:
         "## Drafters",
         "",
         "For speculative decoding: `pd/assets/embedded-draft`, a model of two small layers with "
-        "the same tokenizer, and two EAGLE heads in the layouts that SGLang and vLLM read, "
+        "the same tokenizer, and two EAGLE heads in the layouts of SGLang and vLLM, "
         "`pd/assets/embedded-eagle` (EAGLE-1 and EAGLE-2) and `pd/assets/embedded-eagle3` "
-        "(EAGLE-3). Acceptance length (tokens per verification step, the model's own among them) "
-        "with greedy decoding in float32, by number of drafted tokens:",
+        "(EAGLE-3). The table has the acceptance length (tokens per verification step, the model's "
+        "own included) with greedy decoding in float32, by number of drafted tokens:",
         "",
         "| drafter | set | " + " | ".join(str(d) for d in DEPTHS) + " |",
         "|---|---|" + "---|" * len(DEPTHS),
@@ -136,19 +142,19 @@ def _drafters(report: dict[str, Any]) -> str:
                 lines.append(f"| {drafter} | {name} | " + " | ".join(cells) + " |")
     lines += [
         "",
-        "`eagle` reads the model's hidden state after the last norm; its one layer has no norm "
-        "before attention, and the embedded model's output matrix reads its output as it is. "
+        "`eagle` reads the model's hidden state after the last norm. Its one layer has no norm "
+        "before attention, and its output goes into the embedded model's output matrix. "
         "`eagle3` fuses the hidden states before "
-        f"{_listed(AUX_LAYERS)} of the {EMBEDDED.layers} layers, counted from 0, and has an "
-        f"output matrix for the {EAGLE3.vocab:,} tokens that answers in the training text have "
-        f"most often, of {EMBEDDED.vocab:,}. Both are trained on {DEPTH} drafts in a row, of which "
-        f"each but the first reads the output of the one before{deep}.",
+        f"{_listed(AUX_LAYERS)} of the {EMBEDDED.layers} layers, counted from 0. It has an output "
+        f"matrix for the {EAGLE3.vocab:,} most frequent tokens of answers in the training text, of "
+        f"{EMBEDDED.vocab:,}. Both are trained on {DEPTH} drafts in a row, in which each draft "
+        f"reads the output of the previous one{deep}.",
     ]
     return "\n".join(lines)
 
 
 def _listed(numbers: tuple[int, ...]) -> str:
-    """``1, 2 and 3``."""
+    """Write ``1, 2 and 3``."""
     *some, last = map(str, numbers)
     return f"{', '.join(some)} and {last}"
 
@@ -165,7 +171,7 @@ def _stages(report: dict[str, Any]) -> str:
         where = f"`{stage['command']}`; {stage['machine']}; commit `{stage['commit'][:12]}`"
         lines.append(f"| {name} | {stage['seconds']:.0f} | {where} |")
     total = sum(stage["seconds"] for stage in report["stages"].values())
-    lines += ["", f"In all {total / 60:.1f} minutes; seed {report['seed']}."]
+    lines += ["", f"Total: {total / 60:.1f} minutes; seed {report['seed']}."]
     if "tokens" in report:
         lines[-1] += f" The model saw {report['tokens'] / 1e9:.2f} billion tokens."
     return "\n".join(lines)
@@ -181,6 +187,6 @@ def _files(report: dict[str, Any]) -> str:
 _LIMITS = """\
 ## Limits
 
-It is a tool for demonstrations and tests, not an assistant. It knows nothing beyond the skills
-above, answers a question about a key that is not in the lines with some number, and in lines of
-quite another form than those of `training/embedded/wording.py` it finds values less reliably."""
+The model is a tool for demonstrations and tests, not an assistant. It knows nothing beyond the
+skills above. Asked about a key that is missing from the lines, it answers with some number. It
+finds values less reliably in lines that differ much from `training/embedded/wording.py`."""

@@ -55,7 +55,7 @@ class Turn(NamedTuple):
 
 
 def is_held_out(a: int, b: int) -> bool:
-    """Whether the pair of operands never occurs in training. Works on numpy arrays, too."""
+    """Return whether training never uses this pair of operands. Also takes numpy arrays."""
     return (
         ((a * 1000 + b) * _HASH % 4294967296 % _HELD_OUT_SHARE == 0)
         & (a + b > 0)
@@ -64,12 +64,12 @@ def is_held_out(a: int, b: int) -> bool:
 
 
 def expand(template: str) -> str:
-    """The template with composite slots replaced by what they are made of."""
+    """Replace composite slots of a template by their parts."""
     return _SLOT.sub(lambda m: COMPOSITES.get(m[1], m[0]), template)
 
 
 def fill(template: str, values: dict[str, object], rng: random.Random) -> str:
-    """The template with ``values``, and with random ones for what they lack."""
+    """Fill a template with ``values``, and with random ones for missing slots."""
 
     def value(match: re.Match[str]) -> str:
         name = match[1]
@@ -93,7 +93,7 @@ def random_key(shape: str, rng: random.Random) -> str:
 
 
 def random_value(length: int, rng: random.Random) -> str:
-    """Digits, the first of them not 0."""
+    """Draw digits, the first of them not 0."""
     return str(rng.randrange(10 ** (length - 1), 10**length))
 
 
@@ -102,10 +102,11 @@ def filler(rng: random.Random) -> str:
 
 
 def arithmetic(rng: random.Random, *, held_out: bool) -> Turn:
-    """A sum or difference of numbers with one to three digits each.
+    """Ask for a sum or difference of numbers with one to three digits each.
 
-    ``held_out``: the pair is one that training leaves out; pairs below 100, of which there are
-    few, are all trained on.
+    Args:
+        held_out: use a pair that training leaves out. Training uses all pairs below 100, because
+            there are few.
     """
     while True:
         a, b = (rng.randrange(10 ** rng.choice((1, 2, 3, 3))) for _ in range(2))
@@ -118,7 +119,7 @@ def arithmetic(rng: random.Random, *, held_out: bool) -> Turn:
 
 
 def extraction(rng: random.Random) -> Turn:
-    """Some fields of a sentence, in any order, as JSON."""
+    """Ask for some fields of a sentence, in any order, as JSON."""
     sentences, fields = rng.choice(list(wording.DOMAINS.values()))
     values: dict[str, object] = {}
     sentence = fill(rng.choice(sentences), values, rng)
@@ -152,7 +153,7 @@ class Notes:
         return self.needle()[1] if self._rng.random() < self._density else filler(self._rng)
 
     def needle(self) -> tuple[str, str]:
-        """A new key and its line."""
+        """Make a new key and its line."""
         key = random_key(self._shape, self._rng)
         while key in self.values:
             key = random_key(self._shape, self._rng)
@@ -162,7 +163,7 @@ class Notes:
         return key, template.format(noun=self.noun, key=key, value=value)
 
     def ask(self, key: str, *, short: bool = False, follow_up: bool = False) -> Turn:
-        """A question about a key, answered in a sentence or (``short``) by the value alone."""
+        """Ask about a key. The answer is a sentence or (``short``) the value alone."""
         slots = {"noun": self.noun, "key": key, "value": self.values[key]}
         if short:
             questions, answer = wording.SHORT_QUESTIONS, wording.SHORT_ANSWER

@@ -37,16 +37,16 @@ class Message(NamedTuple):
 
 
 def render(messages: list[Message], *, generate: bool = True) -> str:
-    """Messages as the chat template renders them; ends where the assistant's answer begins."""
+    """Render messages like the chat template, up to the start of the assistant's answer."""
     text = "".join(f"{TURN_START}{m.role}\n{m.content}{TURN_END}\n" for m in messages)
     return f"{text}{TURN_START}assistant\n" if generate else text
 
 
 def count_tokens(text: str) -> int:
-    """How many tokens the embedded tokenizer makes of ASCII ``text``, if it knows every word."""
+    """Count the tokens of ASCII ``text``, if the embedded tokenizer knows every word."""
     return len(_WORD.findall(text))
 
 
 def count_prompt(messages: list[Message]) -> int:
-    """The same for a rendered conversation that waits for an answer."""
+    """Count the tokens of a rendered conversation that waits for an answer."""
     return sum(TURN_TOKENS + count_tokens(m.content) for m in messages) + 3

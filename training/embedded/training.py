@@ -72,7 +72,8 @@ class Recipe:
         return plans
 
     def rate(self, step: int) -> float:
-        """Learning rate at ``step`` as a share of its peak: up, level, down to nearly 0."""
+        """Return the learning rate at ``step`` as a share of its peak: up, level, down to nearly
+        0."""
         done = (step + 1) / self.steps
         return min(1.0, done / _WARMUP, (1 - done) / _DECAY + 0.01)
 
@@ -167,7 +168,7 @@ def _score(
     kernels: Kernels,
     score: Callable[..., tuple[torch.Tensor, torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weighted mean loss, and the share of right results."""
+    """Return the weighted mean loss, and the share of right results."""
     hidden = model.hidden(batch.tokens, dtype, kernels)
     chosen = hidden.index_select(0, batch.places)
     loss = right = torch.zeros((), device=hidden.device)
@@ -187,7 +188,7 @@ def chunk_score(
     targets: torch.Tensor,
     weights: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Summed weighted loss, and how many results were predicted right."""
+    """Return the summed weighted loss, and the number of right predictions."""
     normed = rms_norm(hidden, norm)
     logits = functional.linear(normed, head.to(hidden.dtype)).float()
     losses = functional.cross_entropy(logits, targets, reduction="none")

@@ -55,7 +55,7 @@ class TurnMaker:
         ]
 
     def mixture(self, count: int, rng: np.random.Generator) -> Turns:
-        """Turns of all skills in random order."""
+        """Mix turns of all skills in random order."""
         shares = np.array(list(_SKILL_SHARES.values()))
         choice = rng.choice(len(shares), count, p=shares)
         questions, answers = [], []
@@ -68,9 +68,9 @@ class TurnMaker:
         return Turns(Ragged.merge(questions), Ragged.merge(answers))
 
     def faq(self, count: int, rng: np.random.Generator) -> Turns:
-        """Questions of docs/faq.md in any training phrasing, some with tokens replaced.
+        """Ask questions of docs/faq.md in any training phrasing, some with tokens replaced.
 
-        Replaced tokens are for what phrasings do not teach: to answer from the words that matter.
+        Replaced tokens teach the model to answer from the words that matter.
         """
         entry = rng.integers(0, len(self._faq_counts), count)
         starts = np.cumsum(self._faq_counts) - self._faq_counts
@@ -82,7 +82,7 @@ class TurnMaker:
         return Turns(questions, self._faq_answers.take(entry))
 
     def small_talk(self, count: int, rng: np.random.Generator) -> Turns:
-        """Greetings, thanks, and questions that the model cannot answer."""
+        """Make greetings, thanks, and questions that the model cannot answer."""
         choice = rng.integers(0, len(self._talk), count)
         questions, answers = [], []
         for number in np.unique(choice):
@@ -94,7 +94,7 @@ class TurnMaker:
         return Turns(Ragged.merge(questions), Ragged.merge(answers))
 
     def arithmetic(self, count: int, rng: np.random.Generator) -> Turns:
-        """Sums and differences, without the pairs that evaluation keeps for itself."""
+        """Make sums and differences, without the pairs reserved for evaluation."""
         bounds = 10 ** (1 + rng.choice(3, (2, count), p=_DIGIT_SHARES))
         a, b = (rng.random((2, count)) * bounds).astype(np.int64)
         while (held := skills.is_held_out(a, b)).any():
@@ -118,7 +118,7 @@ class TurnMaker:
         )
 
     def extraction(self, count: int, rng: np.random.Generator) -> Turns:
-        """Some fields of a sentence as JSON."""
+        """Ask for some fields of a sentence as JSON."""
         domain = rng.integers(0, len(wording.DOMAINS), count)
         questions, answers = [], []
         for number, (sentences, fields) in enumerate(wording.DOMAINS.values()):
@@ -155,7 +155,7 @@ class TurnMaker:
         )
 
     def _field_list(self, fields: tuple[str, ...], order: Ints, wanted: Ints) -> Slot:
-        """``name, age, city``."""
+        """Write ``name, age, city``."""
         plain = self.composer.pieces(fields)[order]
         spaced = self.composer.pieces([f" {field}" for field in fields])[order]
         comma = np.full_like(order, self.composer.piece(","))
@@ -167,7 +167,7 @@ class TurnMaker:
         return Slot(first.reshape(count, -1), rest.reshape(count, -1))
 
     def _json(self, fields: tuple[str, ...], slots: Slots, order: Ints, wanted: Ints) -> Ints:
-        """Pieces of ``{"name": "Anna Berg", "age": 34}``."""
+        """Make pieces of ``{"name": "Anna Berg", "age": 34}``."""
         count, piece = len(order), self.composer.piece
         quote = np.full((count, 1), piece('"'))
         values = []

@@ -26,7 +26,7 @@ _PATTERN = (
 
 
 def train() -> Tokenizer:
-    """Deterministic: merges depend on the corpus alone, and that on its seed."""
+    """Train the tokenizer. Merges depend only on the corpus, and the corpus only on its seed."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -46,7 +46,8 @@ def train() -> Tokenizer:
 
 
 def save(tokenizer: Tokenizer, directory: Path, context_length: int) -> None:
-    """``tokenizer.json`` and ``tokenizer_config.json``, the chat template in the latter."""
+    """Save ``tokenizer.json`` and ``tokenizer_config.json``, with the chat template in the
+    latter."""
     tokenizer.save(str(directory / "tokenizer.json"), pretty=False)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -61,7 +62,7 @@ def save(tokenizer: Tokenizer, directory: Path, context_length: int) -> None:
 
 
 def _corpus() -> Iterator[str]:
-    """Words of the templates weigh most: each of them should become one token."""
+    """Make the corpus. Words of the templates weigh most, so that each becomes one token."""
     rng = random.Random(_CORPUS_SEED)
     for words in wording.WORDS.values():
         for word in words:

@@ -1,4 +1,4 @@
-"""Every sentence and word that the generators use, except the questions of docs/faq.md.
+"""Sentences and words of the generators, except for the questions of docs/faq.md.
 
 Braces are slots. Training (token ids, numpy) and evaluation (text) read the same tables.
 """

@@ -1,4 +1,4 @@
-"""The load-generating half of the harness: schedules, datasets, clients, records, measures.
+"""The load generator: schedules, datasets, clients, records and measures.
 
-Nothing here imports another package than ``pd.core``, so it runs against any server.
+It imports only ``pd.core`` and ``pd.util``, so it runs on any host and against any server.
 """

@@ -1,7 +1,7 @@
-"""AIPerf's files: ``profile_export.jsonl`` and ``profile_export_aiperf.json``, both ways.
+"""Reads and writes AIPerf's files ``profile_export.jsonl`` and ``profile_export_aiperf.json``.
 
-AIPerf's ``inter_token_latency`` is our TPOT and its ``inter_chunk_latency`` has our gaps. A record
-that lacks them has the times of its first, second and last token only.
+AIPerf's ``inter_token_latency`` is our TPOT, and its ``inter_chunk_latency`` has our gaps. A record
+without them only has the times of its first, second and last token.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pd.bench.load.measures import duration, latencies
+from pd.bench.load.measures import collect_latencies, measure_duration
 from pd.bench.load.records import CANCELLED, ERROR, INTERRUPTED, OK, Record
 from pd.core.errors import UsageError
 
@@ -29,10 +29,10 @@ _PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99)
 def write_aiperf_records(path: Path, records: Sequence[Record], start_time: float) -> None:
     """Write ``profile_export.jsonl``."""
     with path.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(_aiperf_record(r, start_time)) + "\n" for r in records)
+        file.writelines(json.dumps(_format_record(r, start_time)) + "\n" for r in records)
 
 
-def _aiperf_record(record: Record, start_time: float) -> dict[str, Any]:
+def _format_record(record: Record, start_time: float) -> dict[str, Any]:
     end = record.sent if record.end is None else record.end
     stopped = record.status in (CANCELLED, INTERRUPTED)
     metadata = {
@@ -41,71 +41,71 @@ def _aiperf_record(record: Record, start_time: float) -> dict[str, Any]:
         "x_correlation_id": str(record.session),
         "conversation_id": str(record.session),
         "turn_index": record.turn,
-        "credit_issued_ns": _ns(start_time, record.due),
-        "request_start_ns": _ns(start_time, record.sent),
-        "request_ack_ns": None if record.first is None else _ns(start_time, record.first),
-        "request_end_ns": _ns(start_time, end),
+        "credit_issued_ns": _to_ns(start_time, record.due),
+        "request_start_ns": _to_ns(start_time, record.sent),
+        "request_ack_ns": None if record.first is None else _to_ns(start_time, record.first),
+        "request_end_ns": _to_ns(start_time, end),
         "worker_id": record.process,
         "record_processor_id": record.process,
         "benchmark_phase": "profiling",
         "was_cancelled": stopped,
-        "cancellation_time_ns": _ns(start_time, end) if stopped else None,
+        "cancellation_time_ns": _to_ns(start_time, end) if stopped else None,
     }
     if record.status == OK:
-        return {"metadata": metadata, "metrics": _metrics(record), "error": None}
+        return {"metadata": metadata, "metrics": _format_metrics(record), "error": None}
     error = {
         "code": _CANCELLED_CODE if stopped else record.http_status,
         "type": "RequestCancellationError" if stopped else record.error_kind,
         "message": record.error or record.status,
     }
-    metrics = {"error_isl": _value(record.num_prompt_tokens, "tokens")}
+    metrics = {"error_isl": {"value": record.num_prompt_tokens, "unit": "tokens"}}
     return {"metadata": metadata, "metrics": metrics, "error": error}
 
 
-def _metrics(record: Record) -> dict[str, Any]:
+def _format_metrics(record: Record) -> dict[str, Any]:
     gaps = [gap * 1e3 for gap in record.gaps]
     values: dict[str, tuple[Any, str]] = {
         "input_sequence_length": (record.num_prompt_tokens, "tokens"),
         "output_sequence_length": (record.output_tokens, "tokens"),
         "output_token_count": (record.output_tokens, "tokens"),
-        "time_to_first_token": (_ms(record.ttft), "ms"),
-        "time_to_second_token": (_ms(record.second_token), "ms"),
-        "request_latency": (_ms(record.e2e), "ms"),
-        "inter_token_latency": (_ms(record.tpot), "ms"),
+        "time_to_first_token": (_to_ms(record.ttft), "ms"),
+        "time_to_second_token": (_to_ms(record.second_token), "ms"),
+        "request_latency": (_to_ms(record.e2e), "ms"),
+        "inter_token_latency": (_to_ms(record.tpot), "ms"),
         "inter_chunk_latency": (gaps or None, "ms"),
     }
     if record.tpot:
         values["output_token_throughput_per_user"] = (1 / record.tpot, "tokens/sec/user")
-    return {name: _value(*value) for name, value in values.items() if value[0] is not None}
+    return {
+        name: {"value": value, "unit": unit}
+        for name, (value, unit) in values.items()
+        if value is not None
+    }
 
 
-def _value(value: Any, unit: str) -> dict[str, Any]:
-    return {"value": value, "unit": unit}
-
-
-def _ms(seconds: float | None) -> float | None:
+def _to_ms(seconds: float | None) -> float | None:
     return None if seconds is None else seconds * 1e3
 
 
-def _ns(start_time: float, seconds: float) -> int:
+def _to_ns(start_time: float, seconds: float) -> int:
     return int((start_time + seconds) * 1e9)
 
 
 def aiperf_summary(records: Sequence[Record], goodput: Goodput | None) -> dict[str, Any]:
-    """Statistics as ``profile_export_aiperf.json`` has them."""
+    """Make the statistics of ``profile_export_aiperf.json``."""
     whole = [record for record in records if record.status == OK]
-    seconds = duration(records)
-    found = latencies(whole)
+    seconds = measure_duration(records)
+    latencies = collect_latencies(whole)
     output = sum(record.output_tokens for record in whole)
     summary: dict[str, Any] = {
         "schema_version": _SCHEMA_VERSION,
-        "request_throughput": _single(len(whole) / seconds if seconds else 0, "requests/sec"),
-        "output_token_throughput": _single(output / seconds if seconds else 0, "tokens/sec"),
-        "request_count": _single(len(whole), "requests"),
-        "error_request_count": _single(sum(r.status == ERROR for r in records), "requests"),
-        "benchmark_duration": _single(seconds, "sec"),
-        "total_output_tokens": _single(output, "tokens"),
-        "total_isl": _single(sum(r.num_prompt_tokens for r in whole), "tokens"),
+        "request_throughput": _average(len(whole) / seconds if seconds else 0, "requests/sec"),
+        "output_token_throughput": _average(output / seconds if seconds else 0, "tokens/sec"),
+        "request_count": _average(len(whole), "requests"),
+        "error_request_count": _average(sum(r.status == ERROR for r in records), "requests"),
+        "benchmark_duration": _average(seconds, "sec"),
+        "total_output_tokens": _average(output, "tokens"),
+        "total_isl": _average(sum(r.num_prompt_tokens for r in whole), "tokens"),
     }
     for name, metric in (
         ("time_to_first_token", "ttft"),
@@ -114,23 +114,23 @@ def aiperf_summary(records: Sequence[Record], goodput: Goodput | None) -> dict[s
         ("inter_chunk_latency", "itl"),
         ("request_latency", "e2e"),
     ):
-        summary[name] = _statistics([value * 1e3 for value in found[metric]], "ms")
-    summary["input_sequence_length"] = _statistics(
+        summary[name] = _make_statistics([value * 1e3 for value in latencies[metric]], "ms")
+    summary["input_sequence_length"] = _make_statistics(
         [float(record.num_prompt_tokens) for record in whole], "tokens"
     )
-    summary["output_sequence_length"] = _statistics(
+    summary["output_sequence_length"] = _make_statistics(
         [float(record.output_tokens) for record in whole], "tokens"
     )
     if goodput is not None and seconds:
-        summary["goodput"] = _single(goodput.good / seconds, "requests/sec")
+        summary["goodput"] = _average(goodput.good / seconds, "requests/sec")
     return summary
 
 
-def _single(value: float, unit: str) -> dict[str, Any]:
+def _average(value: float, unit: str) -> dict[str, Any]:
     return {"unit": unit, "avg": value}
 
 
-def _statistics(values: Sequence[float], unit: str) -> dict[str, Any]:
+def _make_statistics(values: Sequence[float], unit: str) -> dict[str, Any]:
     if not values:
         return {"unit": unit}
     array = np.asarray(values)
@@ -147,16 +147,16 @@ def _statistics(values: Sequence[float], unit: str) -> dict[str, Any]:
     }
 
 
-# ---- the other way
+# ---- reading
 
 
 def read_aiperf_records(path: Path) -> tuple[float, list[Record]]:
-    """Start (Unix time) and records of a ``profile_export.jsonl``. Raises UsageError."""
+    """Read the start (Unix time) and the records of ``profile_export.jsonl``. Raises UsageError."""
     rows = []
     try:
         with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
-                rows.append(_checked(f"{path}:{number}", line))
+                rows.append(_parse_line(f"{path}:{number}", line))
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--import-aiperf {path} cannot be read: {error}") from None
     measured = [row for row in rows if row["metadata"].get("benchmark_phase") != "warmup"]
@@ -164,14 +164,14 @@ def read_aiperf_records(path: Path) -> tuple[float, list[Record]]:
         raise UsageError(f"--import-aiperf {path} has no record")
     start = min(row["metadata"]["request_start_ns"] for row in measured)
     try:
-        return start / 1e9, [_record(row, start) for row in measured]
+        return start / 1e9, [_parse_record(row, start) for row in measured]
     except (ValueError, TypeError, AttributeError, OverflowError) as error:
         raise UsageError(f"--import-aiperf {path} has a value of a wrong type: {error}") from None
 
 
-def _checked(where: str, line: str) -> dict[str, Any]:
+def _parse_line(where: str, line: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        row: dict[str, Any] = json.loads(line)
         metadata, metrics = row["metadata"], row["metrics"]
         numbers = [
             metadata["session_num"],
@@ -184,11 +184,10 @@ def _checked(where: str, line: str) -> dict[str, Any]:
         valid = False
     if not valid:
         raise UsageError(f"{where} is no record of AIPerf's profile_export.jsonl: {line[:80]}")
-    found: dict[str, Any] = row
-    return found
+    return row
 
 
-def _record(row: dict[str, Any], start: int) -> Record:
+def _parse_record(row: dict[str, Any], start: int) -> Record:
     metadata, error = row["metadata"], row.get("error")
     sent = (metadata["request_start_ns"] - start) / 1e9
     record = Record(
@@ -201,25 +200,23 @@ def _record(row: dict[str, Any], start: int) -> Record:
         end=(metadata["request_end_ns"] - start) / 1e9,
         counted_by="aiperf",
     )
-    length = _number(row, "input_sequence_length") or _number(row, "error_isl")
+    length = _read_number(row, "input_sequence_length") or _read_number(row, "error_isl")
     record.planned_prompt_tokens = int(length or 0)
     if metadata.get("was_cancelled"):
         record.status = CANCELLED
     elif error:
+        code = error.get("code")
         record.status, record.error = ERROR, str(error.get("message"))[:300]
-        record.error_kind, record.http_status = _error_kind(error), error.get("code")
+        record.error_kind = f"http {code}" if code else str(error.get("type"))
+        record.http_status = code
     else:
         _add_times(record, row)
     return record
 
 
-def _error_kind(error: dict[str, Any]) -> str:
-    return f"http {error['code']}" if error.get("code") else str(error.get("type"))
-
-
 def _add_times(record: Record, row: dict[str, Any]) -> None:
-    record.output_tokens = int(_number(row, "output_sequence_length") or 0)
-    ttft, latency = _number(row, "time_to_first_token"), _number(row, "request_latency")
+    record.output_tokens = int(_read_number(row, "output_sequence_length") or 0)
+    ttft, latency = _read_number(row, "time_to_first_token"), _read_number(row, "request_latency")
     if latency is not None:
         record.last = record.sent + latency / 1e3
     if ttft is None:  # an answer that was not streamed
@@ -229,7 +226,7 @@ def _add_times(record: Record, row: dict[str, Any]) -> None:
     for gap in gaps if isinstance(gaps, list) else []:
         times.append(times[-1] + float(gap) / 1e3)
     record.times, record.first = times, times[0]
-    to_second = _number(row, "time_to_second_token")
+    to_second = _read_number(row, "time_to_second_token")
     if to_second is not None:
         record.second = record.first + to_second / 1e3
     elif len(times) > 1:
@@ -238,6 +235,6 @@ def _add_times(record: Record, row: dict[str, Any]) -> None:
         record.last = times[-1]
 
 
-def _number(row: dict[str, Any], name: str) -> float | None:
+def _read_number(row: dict[str, Any], name: str) -> float | None:
     value = row["metrics"].get(name, {}).get("value")
     return float(value) if isinstance(value, int | float) else None

@@ -1,19 +1,16 @@
-"""Schedules of arrivals: seconds after the start, drawn before anything is sent.
+"""Schedules of arrivals: seconds after the start, drawn before we send anything.
 
-Every function is pure: the same seed and settings give the same times.
+The same seed and settings always give the same times.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
 from pd.core.errors import UsageError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 Strategy = Literal["linear", "exponential"]
 
@@ -23,10 +20,10 @@ class Arrivals:
     """The process by which requests arrive.
 
     Attributes:
-        rate: requests a second; infinite for all at once, or with a ``ramp``.
+        rate: requests per second; infinite for all at once, or with a ``ramp``.
         burstiness: shape of the gamma distribution of the intervals. 1 is a Poisson process, less
-            is burstier, more is more regular, infinity is a constant interval.
-        ramp: how the rate goes from ``ramp_start`` to ``ramp_end`` over the requests; None for a
+            is burstier, more is more regular, and infinity is a constant interval.
+        ramp: how the rate changes from ``ramp_start`` to ``ramp_end`` over the requests; None for a
             constant rate.
     """
 
@@ -48,9 +45,19 @@ class Arrivals:
                 raise UsageError(f"--ramp-up-{flag}-rps must be above 0 and finite, not {value:g}")
 
 
-def schedule(arrivals: Arrivals, count: int, seed: int) -> list[float]:
-    """Times of ``count`` arrivals, in order. The first one arrives after its interval, too."""
-    rates = _rates(arrivals, count)
+def draw_arrivals(arrivals: Arrivals, count: int, seed: int) -> list[float]:
+    """Draw the times of ``count`` arrivals, in order. The first also waits for its interval.
+
+    A ramp goes over the requests, as in ``vllm bench serve``.
+    """
+    start, end = arrivals.ramp_start, arrivals.ramp_end
+    progress = np.arange(count) / max(count - 1, 1)
+    if arrivals.ramp is None:
+        rates = np.full(count, arrivals.rate)
+    elif arrivals.ramp == "linear":
+        rates = np.asarray(start + (end - start) * progress)
+    else:
+        rates = np.asarray(start * (end / start) ** progress)
     means = np.where(np.isinf(rates), 0.0, 1.0 / rates)
     shape = arrivals.burstiness
     if np.isinf(shape):
@@ -59,14 +66,3 @@ def schedule(arrivals: Arrivals, count: int, seed: int) -> list[float]:
         relative = np.random.default_rng([seed, 1]).gamma(shape, 1.0 / shape, count)
     times: list[float] = np.cumsum(relative * means).tolist()
     return times
-
-
-def _rates(arrivals: Arrivals, count: int) -> NDArray[np.float64]:
-    """Rate at each request. A ramp goes over the requests, as in ``vllm bench serve``."""
-    if arrivals.ramp is None:
-        return np.full(count, arrivals.rate)
-    progress = np.arange(count) / max(count - 1, 1)
-    start, end = arrivals.ramp_start, arrivals.ramp_end
-    if arrivals.ramp == "linear":
-        return np.asarray(start + (end - start) * progress)
-    return np.asarray(start * (end / start) ** progress)

@@ -1,13 +1,20 @@
-"""The load processes of a run, and the requests that the harness itself makes."""
+"""The load processes of a run, and requests of the harness itself.
+
+``python -m pd.bench.load.client`` sends such requests from a load host: it reads JSON lines with
+the arguments of :func:`fetch_from_here`, and answers each with a line that has ``status`` and
+``text``, or ``error``.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import httpx
 
-from pd.bench.load.target import tls_context
+from pd.bench.load.target import make_tls_context
 from pd.core.errors import SetupError
 
 if TYPE_CHECKING:
@@ -27,7 +34,7 @@ class Fetch(Protocol):
         body: bytes | None = None,
         timeout: float = 30.0,
     ) -> tuple[int, str]:
-        """Status and text of the answer to a GET, or with a ``body`` of JSON to a POST.
+        """Send a GET, or a POST if there is a ``body`` of JSON; return status and text.
 
         Raises SetupError if no server answers.
         """
@@ -40,10 +47,9 @@ def fetch_from_here(
     body: bytes | None = None,
     timeout: float = 30.0,
 ) -> tuple[int, str]:
-    """A request from this machine, see :class:`Fetch`.
+    """Send a request from this machine, see :class:`Fetch`.
 
-    It takes the way of the load: to the server that was named, past every HTTP proxy of the
-    environment.
+    We ignore HTTP proxies of the environment, so it takes the same path as the load.
     """
     method = "GET" if body is None else "POST"
     kind = {} if body is None else {"Content-Type": "application/json"}
@@ -54,7 +60,7 @@ def fetch_from_here(
             content=body,
             headers=kind | dict(headers or {}),
             timeout=timeout,
-            verify=tls_context() if url.startswith("https:") else False,
+            verify=make_tls_context() if url.startswith("https:") else False,
             trust_env=False,
         )
     except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
@@ -62,18 +68,38 @@ def fetch_from_here(
     return answer.status_code, answer.text
 
 
-def _nothing() -> None:
-    """Every run goes on."""
-
-
 @dataclass(frozen=True)
 class LoadClient:
-    """Load processes of a run, and the way of the harness itself to the server.
+    """Load processes of a run, and the harness's own way to the server.
 
     Attributes:
-        watch: called about once a second during a run; an error that it raises ends the run.
+        watch: called about once a second during a run; raises an error to end the run.
     """
 
     places: tuple[LoadPlace, ...]
     fetch: Fetch = fetch_from_here
-    watch: Callable[[], None] = _nothing
+    watch: Callable[[], None] = lambda: None
+
+
+def main() -> int:
+    """Answer until standard input ends."""
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        body = request["body"]
+        try:
+            status, text = fetch_from_here(
+                request["url"],
+                headers=request["headers"],
+                body=None if body is None else body.encode(),
+                timeout=request["timeout"],
+            )
+            answer = {"status": status, "text": text}
+        except SetupError as error:
+            answer = {"error": error.message}
+        print(json.dumps(answer), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Checks that the client did not limit a run, whose results then would not be the server's."""
+"""Checks that the client did not limit a run, because its results would not be the server's."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class ClientLimits:
     """Limits within which the client did not distort the results.
 
     Attributes:
-        lag: seconds by which requests may be sent later than due, and a process's event loop may
-            be late, each in the 99th percentile.
-        cpu_share: share of one processor that a process may use.
+        lag: seconds by which requests may be sent late and by which a process's event loop may be
+            late, each as 99th percentile.
+        cpu_share: share of one processor per process.
         clock_error: seconds by which the clock of another host may be wrong.
     """
 
@@ -33,22 +33,22 @@ class ClientLimits:
 
 
 def client_facts(run: Run) -> dict[str, Any]:
-    """The worst value over all load processes of each fact that they measured about themselves, the
-    number of connections for which their hosts had no ports, descriptors or memory, and by process
-    why those failed that did."""
+    """Collect facts about the client: the worst value over all load processes of each measured
+    fact, the number of connections for which a host had no ports, descriptors or memory, and the
+    failures by process."""
     lags = np.array([record.lag for record in run.records] or [0.0])
     facts: dict[str, Any] = {
         "processes": len(run.loads),
         "connections_without_resources": sum(r.error_kind == CLIENT for r in run.records),
-        "send_lag_p99_ms": _ms(float(np.percentile(lags, 99))),
-        "send_lag_max_ms": _ms(float(lags.max())),
-        "loop_lag_p99_ms": _ms(_worst(run.loads, "loop_lag_p99")),
-        "loop_lag_max_ms": _ms(_worst(run.loads, "loop_lag_max")),
-        "cpu_share": round(_worst(run.loads, "cpu_share"), 3),
-        "waiting_share": round(_worst(run.loads, "waiting_share"), 3),
+        "send_lag_p99_ms": _round_ms(float(np.percentile(lags, 99))),
+        "send_lag_max_ms": _round_ms(float(lags.max())),
+        "loop_lag_p99_ms": _round_ms(_find_worst(run.loads, "loop_lag_p99")),
+        "loop_lag_max_ms": _round_ms(_find_worst(run.loads, "loop_lag_max")),
+        "cpu_share": round(_find_worst(run.loads, "cpu_share"), 3),
+        "waiting_share": round(_find_worst(run.loads, "waiting_share"), 3),
     }
     if run.clock_errors:
-        facts["clock_error_ms"] = _ms(max(run.clock_errors.values()))
+        facts["clock_error_ms"] = _round_ms(max(run.clock_errors.values()))
     failures = {load.process: load.failure for load in run.loads if load.failure is not None}
     if failures:
         facts["failures"] = failures
@@ -56,7 +56,7 @@ def client_facts(run: Run) -> dict[str, Any]:
 
 
 def client_complaints(facts: dict[str, Any], limits: ClientLimits) -> list[str]:
-    """Why a run does not count; empty if it does."""
+    """Return why a run does not count; empty if it does."""
     checks = [
         ("connections_without_resources", 0, "a host of load was full", "a higher ulimit -n"),
         ("send_lag_p99_ms", limits.lag * 1e3, "requests were sent late", "--max-client-lag-ms"),
@@ -73,9 +73,9 @@ def client_complaints(facts: dict[str, Any], limits: ClientLimits) -> list[str]:
     ]
 
 
-def _worst(loads: Sequence[ProcessLoad], name: str) -> float:
+def _find_worst(loads: Sequence[ProcessLoad], name: str) -> float:
     return max((float(getattr(load, name)) for load in loads), default=0.0)
 
 
-def _ms(seconds: float) -> float:
+def _round_ms(seconds: float) -> float:
     return round(seconds * 1e3, 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from array import array
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ _INTERVAL = 0.01
 
 
 class ClientLoad:
-    """Load of one process while it measures: its processor time and how late its loop is.
+    """Measures a process during its run: its processor time and the lag of its event loop.
 
     Attributes:
         failure: see :class:`ProcessLoad`.
@@ -24,21 +25,21 @@ class ClientLoad:
         self._begin = (0.0, 0.0, 0.0)
         self._end = (0.0, 0.0, 0.0)
 
-    async def sample(self) -> None:
-        """Note again and again by how much a sleep was too long. Ends only when cancelled."""
+    async def sample_lag(self) -> None:
+        """Measure again and again by how much a sleep was too long, until cancelled."""
         while True:
             before = time.perf_counter()
             await asyncio.sleep(_INTERVAL)
             self._lags.append(time.perf_counter() - before - _INTERVAL)
 
-    def begin(self) -> None:
+    def start(self) -> None:
         self._lags = array("d")
-        self._begin = _now()
+        self._begin = _read_clocks()
 
-    def end(self) -> None:
-        self._end = _now()
+    def stop(self) -> None:
+        self._end = _read_clocks()
 
-    def facts(self, process: str) -> ProcessLoad:
+    def describe_process(self, process: str) -> ProcessLoad:
         wall, cpu, waited = (max(0.0, b - a) for a, b in zip(self._begin, self._end, strict=True))
         lags = sorted(self._lags)
         return ProcessLoad(
@@ -53,13 +54,13 @@ class ClientLoad:
 
 @dataclass(frozen=True)
 class ProcessLoad:
-    """Facts that a load process measured about itself.
+    """Facts of a load process about itself.
 
     Attributes:
         cpu_share: processor time of its one loop, as a share of the run.
-        waiting_share: share of the run in which it was ready and had no processor (Linux only).
+        waiting_share: share of the run in which it was ready but had no processor (Linux only).
         loop_lag_p99, loop_lag_max: seconds by which its loop was late.
-        failure: why it ended its run before its time; None if it did not.
+        failure: why it ended its run early; None if it did not.
     """
 
     process: str
@@ -70,13 +71,10 @@ class ProcessLoad:
     failure: str | None = None
 
 
-def _now() -> tuple[float, float, float]:
-    return time.perf_counter(), time.process_time(), _run_delay()
-
-
-def _run_delay() -> float:
-    """Seconds for which the main thread was runnable and did not run; 0 if nobody counts."""
-    try:
-        return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, IndexError, ValueError):
-        return 0.0
+def _read_clocks() -> tuple[float, float, float]:
+    """Read the time, the processor time, and the seconds for which the main thread waited for a
+    processor; these are 0 if the kernel does not count them."""
+    waited = 0.0
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        waited = int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
+    return time.perf_counter(), time.process_time(), waited

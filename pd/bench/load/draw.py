@@ -1,4 +1,4 @@
-"""Draws a run: what is asked, when, and which clients hang up."""
+"""Draws a run: its requests, their times, and cancellations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pd.bench.load.arrivals import schedule
+from pd.bench.load.arrivals import draw_arrivals
 from pd.bench.load.datasets.jsonl import draw_jsonl, draw_last_lines
 from pd.bench.load.datasets.spec import Drawn
 from pd.bench.load.datasets.synthetic import (
@@ -17,7 +17,7 @@ from pd.bench.load.datasets.synthetic import (
     draw_structured,
 )
 from pd.bench.load.datasets.trace import draw_trace
-from pd.bench.load.workload import Session, longest
+from pd.bench.load.workload import Session, count_tokens
 from pd.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pd.bench.load.arrivals import Arrivals
     from pd.bench.load.datasets.spec import DatasetSpec
 
-# Warm-up sessions come from another seed than those that are measured.
+# Warm-up sessions have another seed than measured ones.
 _WARM_UP_SEED = 1 << 32
 _DATASETS: dict[str, Callable[[DatasetSpec, int], Drawn]] = {
     "random": draw_random,
@@ -47,22 +47,22 @@ def draw_sessions(
     cancel_rate: float = 0.0,
     cancel_delay: float = 1.0,
 ) -> tuple[list[Session], dict[str, Any]]:
-    """Sessions of a run in order of arrival, and notes for its results.
+    """Draw the sessions of a run in order of arrival, and notes for its results.
 
-    A pure function of its arguments and of the dataset's file.
+    The result depends only on the arguments and the dataset's file.
 
     Args:
-        arrivals: how sessions arrive; None: as the dataset says, else as soon as they can be sent.
-        closed_loop: sessions have no time of arrival but with ``arrivals``; they wait for a place.
-        cancel_rate: share of sessions whose client hangs up, after a time that is uniform from 0
-            to ``cancel_delay`` seconds.
+        arrivals: how sessions arrive; None: as the dataset says, else as soon as possible.
+        closed_loop: sessions wait for a place; they have arrival times only with ``arrivals``.
+        cancel_rate: share of sessions whose client hangs up, after a uniform time of at most
+            ``cancel_delay`` seconds.
     """
     drawn = _DATASETS[dataset.name](dataset, seed)
     _check_lengths(dataset, drawn)
     count = len(drawn.sessions)
     times: list[float] | list[None] = [None] * count
     if arrivals is not None:
-        times = schedule(arrivals, count, seed)
+        times = draw_arrivals(arrivals, count, seed)
     elif drawn.arrivals is not None and not closed_loop:
         times = drawn.arrivals
     rng = np.random.default_rng([seed, 5])
@@ -77,10 +77,10 @@ def draw_sessions(
 def draw_warm_up(
     dataset: DatasetSpec, count: int, *, seed: int, measured: int
 ) -> tuple[list[Session], dict[str, Any]]:
-    """Sessions that are asked before a run, and notes for its results.
+    """Draw sessions to send before a run, and notes for its results.
 
-    They are others than the ``measured`` ones of the run: those of another seed, or for ``jsonl``
-    the last lines of the file, as far as it has so many.
+    They differ from the ``measured`` sessions of the run: they have another seed, or for ``jsonl``
+    are the last lines of the file, if it has enough.
     """
     if dataset.name == "jsonl":
         drawn = draw_last_lines(dataset, count, measured)
@@ -92,11 +92,11 @@ def draw_warm_up(
 
 
 def _check_lengths(dataset: DatasetSpec, drawn: Drawn) -> None:
-    """Raise UsageError for a session that the model's context does not hold."""
+    """Raise UsageError for a session beyond the model's context."""
     for turns in drawn.sessions:
-        if dataset.context is not None and longest(turns) > dataset.context:
+        if dataset.context is not None and count_tokens(turns) > dataset.context:
             raise UsageError(
-                f"a session of {longest(turns)} tokens does not fit the model's context of "
+                f"a session of {count_tokens(turns)} tokens does not fit the model's context of "
                 f"{dataset.context}: give shorter lengths, smaller --random-range-ratio or "
                 "fewer --turns"
             )

@@ -1,9 +1,9 @@
-"""Requests of each endpoint, and what its events say."""
+"""The APIs of servers: bodies of requests, and the contents of events."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pd.core.errors import UsageError
@@ -11,21 +11,21 @@ from pd.core.errors import UsageError
 if TYPE_CHECKING:
     from pd.bench.load.workload import Prompt, Turn
 
-# No server counts so many tokens, and no stage takes so many seconds. Sums and squares of numbers
-# below it are finite.
+# No server counts so many tokens, and no stage takes so many seconds. Sums and squares of smaller
+# numbers are finite.
 _NUMBERS_END = 1 << 53
 
 
 @dataclass(frozen=True)
 class Options:
-    """Fields that not every server takes; what a server refuses is left out for it.
+    """Optional fields; we leave out those rejected by the server.
 
     Attributes:
-        token_ids: ``return_token_ids``: every event names its tokens.
-        running_usage: ``stream_options.continuous_usage_stats``: every event counts them.
-        usage: ``stream_options.include_usage``: the last event counts them.
+        token_ids: ``return_token_ids``: each event has the ids of its tokens.
+        running_usage: ``stream_options.continuous_usage_stats``: each event counts tokens.
+        usage: ``stream_options.include_usage``: the last event counts tokens.
         ignore_eos: answers have their full length.
-        incremental: ``/generate`` sends what is new, not all so far.
+        incremental: ``/generate`` sends only new tokens.
     """
 
     token_ids: bool = True
@@ -34,13 +34,10 @@ class Options:
     ignore_eos: bool = True
     incremental: bool = True
 
-    def without(self, name: str) -> Options:
-        return replace(self, **{name: False})
-
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are sampled, and fields that every request has beside."""
+    """How to sample answers, and further fields of every request."""
 
     model: str | None = None
     temperature: float = 0.0
@@ -52,10 +49,10 @@ class Event:
     """Contents of one event of a stream.
 
     Attributes:
-        text: text that it adds.
-        ids: token ids that it adds; None where the server names none.
-        total: tokens of the answer so far, by the server's count; None if it does not count.
-        prompt_tokens, cached_tokens: by the server's count; None if it does not say.
+        text: new text.
+        ids: new token ids; None if the server sends none.
+        total: the server's count of the answer's tokens so far; None if it does not count.
+        prompt_tokens, cached_tokens: the server's counts; None if it does not say.
     """
 
     text: str = ""
@@ -73,18 +70,18 @@ class Endpoint(Protocol):
 
     path: str
 
-    def body(
+    def make_body(
         self, prompt: Prompt, turn: Turn, sampling: Sampling, options: Options
     ) -> dict[str, Any]:
-        """Body of a request. Raises UsageError for a prompt that the API cannot take."""
+        """Make the body of a request. Raises UsageError for a prompt of the wrong kind."""
 
-    def read(self, event: dict[str, Any]) -> Event:
-        """Raises KeyError, TypeError, ValueError, AttributeError or ArithmeticError for what is no
-        event of it."""
+    def read_event(self, event: dict[str, Any]) -> Event:
+        """Read one event. Raises KeyError, TypeError, ValueError, AttributeError or ArithmeticError
+        for anything that is not an event of this API."""
 
 
-def endpoint(path: str) -> Endpoint:
-    """The endpoint of a path. Raises UsageError."""
+def find_endpoint(path: str) -> Endpoint:
+    """Return the endpoint of a path. Raises UsageError."""
     known: dict[str, Endpoint] = {e.path: e for e in (Completions(), Chat(), NativeGenerate())}
     if path not in known:
         raise UsageError(f"--endpoint is one of {', '.join(known)}, not {path}")
@@ -96,18 +93,18 @@ class Completions:
 
     path = "/v1/completions"
 
-    def body(
+    def make_body(
         self, prompt: Prompt, turn: Turn, sampling: Sampling, options: Options
     ) -> dict[str, Any]:
-        _refuse_messages(prompt)
+        _reject_messages(prompt)
         return _openai_fields(turn, sampling, options) | {"prompt": prompt}
 
-    def read(self, event: dict[str, Any]) -> Event:
-        found = _openai_event(event)
+    def read_event(self, event: dict[str, Any]) -> Event:
+        contents = _read_openai_event(event)
         for choice in event.get("choices") or ():
-            found.text += choice.get("text") or ""
-            _add_choice(found, choice)
-        return found
+            contents.text += choice.get("text") or ""
+            _add_choice(contents, choice)
+        return contents
 
 
 class Chat:
@@ -115,7 +112,7 @@ class Chat:
 
     path = "/v1/chat/completions"
 
-    def body(
+    def make_body(
         self, prompt: Prompt, turn: Turn, sampling: Sampling, options: Options
     ) -> dict[str, Any]:
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
@@ -123,16 +120,16 @@ class Chat:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return _openai_fields(turn, sampling, options) | {"messages": messages}
 
-    def read(self, event: dict[str, Any]) -> Event:
-        found = _openai_event(event)
+    def read_event(self, event: dict[str, Any]) -> Event:
+        contents = _read_openai_event(event)
         for choice in event.get("choices") or ():
             delta = choice.get("delta") or {}
             for name in ("reasoning_content", "reasoning", "content"):
-                found.text += delta.get(name) or ""
+                contents.text += delta.get(name) or ""
             for call in delta.get("tool_calls") or ():
-                found.text += call["function"].get("arguments") or ""
-            _add_choice(found, choice)
-        return found
+                contents.text += call["function"].get("arguments") or ""
+            _add_choice(contents, choice)
+        return contents
 
 
 def _openai_fields(turn: Turn, sampling: Sampling, options: Options) -> dict[str, Any]:
@@ -157,34 +154,34 @@ def _openai_fields(turn: Turn, sampling: Sampling, options: Options) -> dict[str
     return fields | turn.extra | (sampling.extra or {})
 
 
-def _openai_event(event: dict[str, Any]) -> Event:
+def _read_openai_event(event: dict[str, Any]) -> Event:
     if "error" in event:
         return Event(error=_error_text(event["error"]))
     usage = event.get("usage") or {}
     details = usage.get("prompt_tokens_details") or {}
     return Event(
-        total=_count(usage.get("completion_tokens")),
-        prompt_tokens=_count(usage.get("prompt_tokens")),
-        cached_tokens=_count(details.get("cached_tokens")),
+        total=_check_count(usage.get("completion_tokens")),
+        prompt_tokens=_check_count(usage.get("prompt_tokens")),
+        cached_tokens=_check_count(details.get("cached_tokens")),
     )
 
 
-def _add_choice(found: Event, choice: dict[str, Any]) -> None:
+def _add_choice(contents: Event, choice: dict[str, Any]) -> None:
     ids = choice.get("token_ids")
     if ids is not None:
-        found.ids = (found.ids or []) + [int(token) for token in ids]
-    found.finish_reason = choice.get("finish_reason") or found.finish_reason
+        contents.ids = (contents.ids or []) + [int(token) for token in ids]
+    contents.finish_reason = choice.get("finish_reason") or contents.finish_reason
 
 
 class NativeGenerate:
-    """SGLang's native API, which pd's proxy has too."""
+    """SGLang's native API, which pd's proxy also has."""
 
     path = "/generate"
 
-    def body(
+    def make_body(
         self, prompt: Prompt, turn: Turn, sampling: Sampling, options: Options
     ) -> dict[str, Any]:
-        _refuse_messages(prompt)
+        _reject_messages(prompt)
         params: dict[str, Any] = {
             "max_new_tokens": turn.max_tokens,
             "temperature": sampling.temperature,
@@ -203,33 +200,35 @@ class NativeGenerate:
         extra = {name: value for name, value in turn.extra.items() if name != "sampling_params"}
         return fields | extra | (sampling.extra or {})
 
-    def read(self, event: dict[str, Any]) -> Event:
-        """Read one event. Its text may be that of all events so far; `_Reader` finds out."""
+    def read_event(self, event: dict[str, Any]) -> Event:
+        """Read one event. Its text may repeat all earlier events; `_Reader` finds out."""
         if "error" in event:
             return Event(error=_error_text(event["error"]))
         meta = event["meta_info"]
         reason = meta.get("finish_reason")
         if isinstance(reason, dict) and reason.get("type") == "abort":
             return Event(error=f"aborted: {reason.get('message') or 'by the server'}")
-        ids, stages = event.get("output_ids"), meta.get("stages")
+        ids, stages, text = event.get("output_ids"), meta.get("stages"), event.get("text") or ""
+        if not isinstance(text, str):
+            raise TypeError(f"text is {type(text).__name__}")
         return Event(
-            text=_text(event.get("text")),
+            text=text,
             ids=None if ids is None else [int(token) for token in ids],
-            total=_count(meta.get("completion_tokens")),
-            prompt_tokens=_count(meta.get("prompt_tokens")),
-            cached_tokens=_count(meta.get("cached_tokens")),
+            total=_check_count(meta.get("completion_tokens")),
+            prompt_tokens=_check_count(meta.get("prompt_tokens")),
+            cached_tokens=_check_count(meta.get("cached_tokens")),
             finish_reason=reason["type"] if reason else None,
-            stages={str(k): _seconds(v) for k, v in stages.items()} if stages else None,
+            stages={str(k): _check_seconds(v) for k, v in stages.items()} if stages else None,
         )
 
 
-def _refuse_messages(prompt: Prompt) -> None:
+def _reject_messages(prompt: Prompt) -> None:
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
         raise UsageError("messages need --endpoint /v1/chat/completions")
 
 
-def _count(value: Any) -> int | None:
-    """A count of tokens; None for what is none. Raises ValueError for one that cannot be true."""
+def _check_count(value: Any) -> int | None:
+    """Return a count of tokens; None for anything else. Raises ValueError for an absurd one."""
     if type(value) is not int or value < 0:
         return None
     if value >= _NUMBERS_END:
@@ -237,21 +236,13 @@ def _count(value: Any) -> int | None:
     return value
 
 
-def _seconds(value: Any) -> float:
-    """Time of a stage. Raises ValueError for one that cannot be true."""
+def _check_seconds(value: Any) -> float:
+    """Return the time of a stage. Raises ValueError for an absurd one."""
     seconds = float(value)
-    # NOTE: not `abs(seconds) >= …`, which would let NaN pass.
+    # NOTE: not `abs(seconds) >= …`, because NaN would pass.
     if not abs(seconds) < _NUMBERS_END:
         raise ValueError(f"no stage takes {seconds:g} s")
     return seconds
-
-
-def _text(value: Any) -> str:
-    """Text of an event; empty for none. Raises TypeError for what is no text."""
-    text = value or ""
-    if not isinstance(text, str):
-        raise TypeError(f"text is {type(text).__name__}")
-    return text
 
 
 def _error_text(error: Any) -> str:

@@ -1,75 +1,44 @@
 """Flags of a run under load, shared by `pd-bench serve` and `pd-bench sweep`.
 
-Names are those of ``vllm bench serve`` and SGLang's bench_serving, where they have the thing;
-docs/harness.md says which of these do something else here.
+Names are those of ``vllm bench serve`` and SGLang's bench_serving, if they have the feature;
+docs/harness.md says which of them behave differently here.
 """
 
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 from pd.bench.load.datasets.spec import NAMES
 
-REMOTE_COMMAND = "ssh -o BatchMode=yes {host} python3 -m pd.bench.load.worker"
-
 
 def add_load_arguments(parser: argparse.ArgumentParser) -> None:
-    """Everything that makes a run, but where results go."""
-    _add_dataset(parser)
-    _add_trace(parser)
-    _add_arrivals(parser)
-    _add_requests(parser)
-    _add_client(parser)
-
-
-def _add_dataset(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a run, except for its result files."""
     add = parser.add_argument_group("what is asked (run under load)").add_argument
+    count = partial(add, type=int, metavar="N")
     add("--dataset-name", metavar="NAME", help=f"{', '.join(NAMES)}; starts a run under load")
-    add("--vocab-size", type=int, default=2000, metavar="N", help="token ids are below this")
-    add("--seed", type=int, default=0, help="of everything that is drawn")
+    count("--vocab-size", default=2000, help="token ids are below this")
+    add("--seed", type=int, default=0, help="seed of everything random")
     add("--dataset-path", type=Path, metavar="FILE", help="of jsonl, trace; schemas of structured")
-    add(
-        "--num-prompts",
-        type=int,
-        metavar="N",
-        help="requests, or sessions of multi-turn (1000; all that a file has)",
-    )
-    add("--random-input-len", type=int, default=1024, metavar="N", help="tokens of a prompt")
-    add("--random-output-len", type=int, default=128, metavar="N", help="tokens of an answer")
-    add(
-        "--random-range-ratio",
-        type=float,
-        default=0.0,
-        metavar="R",
-        help="lengths are uniform from (1 - R) to (1 + R) of that",
-    )
-    add("--num-prefixes", type=int, default=8, metavar="N", help="shared-prefix: prefixes")
-    add("--prefix-len", type=int, default=512, metavar="N", help="shared-prefix: their tokens")
-    add("--turns", type=int, default=4, metavar="N", help="multi-turn: questions of a session")
-    add(
-        "--turn-input-len",
-        type=int,
-        default=64,
-        metavar="N",
-        help="multi-turn: tokens of later questions",
-    )
-    add(
-        "--think-time",
-        type=float,
-        default=0.0,
-        metavar="SECONDS",
-        help="multi-turn: mean time before a later question, exponential",
-    )
+    count("--num-prompts", help="requests, or sessions of multi-turn (1000; all that a file has)")
+    count("--random-input-len", default=1024, help="tokens of a prompt")
+    count("--random-output-len", default=128, help="tokens of an answer")
+    ratio = "lengths are uniform from (1 - R) to (1 + R) of that"
+    add("--random-range-ratio", type=float, default=0.0, metavar="R", help=ratio)
+    count("--num-prefixes", default=8, help="shared-prefix: prefixes")
+    count("--prefix-len", default=512, help="shared-prefix: their tokens")
+    count("--turns", default=4, help="multi-turn: questions of a session")
+    count("--turn-input-len", default=64, help="multi-turn: tokens of later questions")
+    think_time = "multi-turn: mean time before a later question, exponential"
+    add("--think-time", type=float, default=0.0, metavar="SECONDS", help=think_time)
     add(
         "--prompts-as",
         choices=("tokens", "text"),
-        help="token ids, or words for the server to "
-        "tokenize (default: text for a chat, else tokens)",
+        help="token ids, or words for the server to tokenize (default: text for a chat, else "
+        "tokens)",
     )
 
-
-def _add_trace(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("traces in Mooncake's format").add_argument
     add(
         "--trace-length-scale",
@@ -78,13 +47,8 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
         help="factor of lengths, such as 1/32, which makes blocks of 512 tokens ones of 16",
     )
     add("--trace-output-scale", metavar="F", help="factor of answers' lengths (the same)")
-    add(
-        "--trace-time-scale",
-        type=float,
-        default=1.0,
-        metavar="F",
-        help="factor of times; 0.5 replays twice as fast",
-    )
+    time_scale = "factor of times; 0.5 replays twice as fast"
+    add("--trace-time-scale", type=float, default=1.0, metavar="F", help=time_scale)
     add("--trace-window", default="0:", metavar="START:END", help="seconds of the trace to replay")
     add(
         "--trace-arrivals",
@@ -96,18 +60,12 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
         "--trace-too-long",
         choices=("drop", "error"),
         default="drop",
-        help="rows that the model's context does not hold are left out and counted, or an error",
+        help="leave out and count rows that exceed the model's context, or end with an error",
     )
 
-
-def _add_arrivals(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("when").add_argument
-    add(
-        "--request-rate",
-        type=float,
-        metavar="R",
-        help="sessions a second (default: inf, or as the dataset says)",
-    )
+    rate = partial(add, type=float, metavar="R")
+    rate("--request-rate", help="sessions per second (default: inf, or as the dataset says)")
     add(
         "--arrival",
         choices=("poisson", "constant"),
@@ -121,19 +79,15 @@ def _add_arrivals(parser: argparse.ArgumentParser) -> None:
         metavar="B",
         help="shape of the gamma distribution of the intervals; 1 is Poisson, less is burstier",
     )
-    add(
-        "--max-concurrency",
-        type=int,
-        metavar="N",
-        help="sessions at a time; without a rate a closed loop",
-    )
+    concurrency = "sessions at a time; without a rate a closed loop"
+    add("--max-concurrency", type=int, metavar="N", help=concurrency)
     add(
         "--ramp-up-strategy",
         choices=("linear", "exponential"),
-        help="let the rate change over the requests",
+        help="change the rate over the requests",
     )
-    add("--ramp-up-start-rps", type=float, metavar="R", help="rate of the first request")
-    add("--ramp-up-end-rps", type=float, metavar="R", help="rate of the last request")
+    rate("--ramp-up-start-rps", help="rate of the first request")
+    rate("--ramp-up-end-rps", help="rate of the last request")
     add(
         "--warmup",
         "--num-warmups",
@@ -141,11 +95,9 @@ def _add_arrivals(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="other requests before, which do not count; of jsonl the last lines of the file",
+        help="other requests before the run, which do not count; for jsonl the file's last lines",
     )
 
-
-def _add_requests(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("requests").add_argument
     add(
         "--endpoint",
@@ -156,32 +108,23 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
     add(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
-        help="answers have their full length (default: yes, but for jsonl and structured)",
+        help="answers have their full length (default: yes, except for jsonl and structured)",
     )
     add("--temperature", type=float, default=0.0, metavar="T", help="of the sampling; 0 is greedy")
     add("--model", metavar="NAME", help="name of the model (default: the server's first)")
-    add(
-        "--extra-body",
-        "--extra-request-body",
-        metavar="JSON",
-        help="fields that every request has beside",
-    )
+    fields = "further fields of every request"
+    add("--extra-body", "--extra-request-body", metavar="JSON", help=fields)
     add("--api-key", metavar="KEY", help="bearer token (default: $OPENAI_API_KEY)")
     add("--request-timeout", type=float, default=600.0, metavar="SECONDS", help="of one request")
     add("--cancel-rate", type=float, default=0.0, metavar="SHARE", help="clients that hang up")
-    add(
-        "--cancel-delay",
-        type=float,
-        default=1.0,
-        metavar="SECONDS",
-        help="they do so after a time up to this, uniform",
-    )
+    delay = "they hang up after a uniform time up to this"
+    add("--cancel-delay", type=float, default=1.0, metavar="SECONDS", help=delay)
     add(
         "--goodput",
         nargs="+",
         metavar="NAME:MS",
-        help="objectives: ttft:MS or ttft:BASE+PER_TOKEN"
-        " (ttft:1s+40us), tpot:MS, itl:MS (every gap), e2el:MS",
+        help="objectives: ttft:MS or ttft:BASE+PER_TOKEN (ttft:1s+40us), tpot:MS, itl:MS (every "
+        "gap), e2el:MS",
     )
     add(
         "--gpus",
@@ -190,22 +133,8 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
         help="GPUs of the server, for rates per GPU (default: with --cluster, as its file says)",
     )
 
-
-def _add_client(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("the client").add_argument
     add("--processes", type=int, default=1, metavar="N", help="load processes (on each host)")
-    add(
-        "--load-host",
-        action="append",
-        metavar="HOST",
-        help="run load processes there; may be repeated (default: here)",
-    )
-    add(
-        "--remote-command",
-        default=REMOTE_COMMAND,
-        metavar="COMMAND",
-        help="starts one there (default: %(default)s)",
-    )
     add(
         "--cluster",
         action="append",

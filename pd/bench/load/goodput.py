@@ -1,9 +1,9 @@
-"""Objectives of requests, and which requests met them (`--goodput ttft:…,tpot:…,itl:…,e2el:…`).
+"""Objectives of requests, and counts of good requests (`--goodput ttft:…,tpot:…,itl:…,e2el:…`).
 
 Limits are milliseconds, or have a unit (``s``, ``ms``, ``us``). The limit of TTFT may grow with the
 prompt, ``base+per_token``: ``ttft:1s+40us`` gives a prompt of 30,000 tokens 2.2 s, and one of 100
 tokens 1.004 s. ``tpot`` limits a request's mean time per token, ``itl`` every gap between two of
-its events, ``e2el`` the time to its last token.
+its events, and ``e2el`` the time to its last token.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NAMES = ("ttft", "tpot", "itl", "e2el")
 
 @dataclass(frozen=True)
 class Objectives:
-    """Limits in seconds; None where there is none.
+    """Limits in seconds; None for no limit.
 
     Attributes:
         ttft_per_token: added to ``ttft`` for each token of the prompt.
@@ -41,7 +41,7 @@ class Objectives:
 
     @classmethod
     def parse(cls, text: str) -> Objectives:
-        """Read objectives, separated by commas or spaces. Raises UsageError."""
+        """Parse objectives, separated by commas or spaces. Raises UsageError."""
         limits: dict[str, float] = {}
         for part in filter(None, re.split(r"[,\s]+", text)):
             name, _, value = part.partition(":")
@@ -51,67 +51,55 @@ class Objectives:
                     f"--goodput is {', '.join(f'{n}:MS' for n in NAMES)} (ttft also as "
                     f"ttft:BASE+PER_TOKEN), not {part}"
                 )
-            limits[name] = _seconds(part, base)
+            limits[name] = _parse_limit(part, base)
             if plus:
-                limits["ttft_per_token"] = _seconds(part, per_token)
+                limits["ttft_per_token"] = _parse_limit(part, per_token)
         if not limits:
             raise UsageError("--goodput has no objective; give one such as ttft:1000,tpot:50")
         return cls(**limits)
 
-    def missed(self, record: Record) -> list[str]:
-        """Names of the objectives that a whole answer missed.
+    def find_missed(self, record: Record) -> list[str]:
+        """Return the names of the objectives missed by a whole answer.
 
-        An objective whose time is unknown is missed where there must have been such a time: TTFT
-        and the end for every answer, TPOT for two tokens or more, gaps where
+        An unknown time misses its objective if the answer must have had one: TTFT and the end for
+        every answer, TPOT for two tokens or more, gaps if
         :attr:`~pd.bench.load.records.Record.lacks_gaps`. An answer of one token, or in one event,
-        has no gap and misses none.
+        has no gap, so it misses none.
         """
-        limits = {
-            "ttft": self.ttft_limit(record.num_prompt_tokens),
-            "tpot": self.tpot,
-            "itl": self.itl,
-            "e2el": self.e2el,
-        }
-        gaps = record.gaps
-        found = {
-            "ttft": record.ttft,
-            "tpot": record.tpot,
-            "itl": max(gaps) if gaps else None,
-            "e2el": record.e2e,
-        }
-        unknown = {
-            "ttft": record.ttft is None,
-            "tpot": record.tpot is None and record.output_tokens > 1,
-            "itl": record.lacks_gaps,
-            "e2el": record.e2e is None,
+        many = record.output_tokens > 1
+        # Limit, time, and whether the answer must have had such a time.
+        objectives: dict[str, tuple[float | None, float | None, bool]] = {
+            "ttft": (self.ttft_limit(record.num_prompt_tokens), record.ttft, True),
+            "tpot": (self.tpot, record.tpot, many),
+            "itl": (self.itl, max(record.gaps, default=None), record.lacks_gaps),
+            "e2el": (self.e2el, record.e2e, True),
         }
         return [
             name
-            for name, limit in limits.items()
-            if limit is not None and (unknown[name] or (found[name] or 0.0) > limit)
+            for name, (limit, seconds, is_required) in objectives.items()
+            if limit is not None and (is_required if seconds is None else seconds > limit)
         ]
 
     def ttft_limit(self, prompt_tokens: int) -> float | None:
-        """Limit of the time to the first token of a prompt."""
+        """Return the limit of the time to the first token for a prompt."""
         return None if self.ttft is None else self.ttft + self.ttft_per_token * prompt_tokens
 
 
-def _seconds(part: str, text: str) -> float:
-    found = _TIME.fullmatch(text.strip())
-    if found is None:
+def _parse_limit(part: str, text: str) -> float:
+    match = _TIME.fullmatch(text.strip())
+    if match is None:
         raise UsageError(f"--goodput {part}: a limit is a number of ms, or like 1.5s or 40us")
-    return float(found[1]) * _UNITS[found[2]]
+    return float(match[1]) * _UNITS[match[2]]
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """Requests that met every objective.
+    """Counts of good requests, which met every objective.
 
     Attributes:
-        good: their number.
-        counted: all requests that should have: those of clients that hung up are left out, errors
-            are not.
-        missed: by objective, how many requests missed it; "error" counts those that failed.
+        good: number of these requests.
+        counted: number of all requests; failed ones count, but not cancelled ones.
+        missed: number of requests that missed each objective; "error" counts failed requests.
     """
 
     good: int
@@ -128,7 +116,7 @@ def count_good(records: Sequence[Record], objectives: Objectives) -> Goodput:
     missed = dict.fromkeys((*NAMES, "error"), 0)
     good = 0
     for record in counted:
-        names = objectives.missed(record) if record.status == OK else ["error"]
+        names = objectives.find_missed(record) if record.status == OK else ["error"]
         good += not names
         for name in names:
             missed[name] += 1

@@ -1,17 +1,17 @@
-"""One run under load against one server, from its settings to its result."""
+"""One run under load against one server: from its settings to its result."""
 
 from __future__ import annotations
 
 import dataclasses
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pd.bench.load.client_checks import client_complaints, client_facts
 from pd.bench.load.draw import draw_sessions, draw_warm_up
-from pd.bench.load.endpoints import endpoint
+from pd.bench.load.endpoints import find_endpoint
 from pd.bench.load.goodput import count_good
-from pd.bench.load.measures import summarize
+from pd.bench.load.measures import summarize_records
 from pd.bench.load.plan import Plan
 from pd.bench.load.probe import ServerProbe
 from pd.bench.load.processes import LoadProcesses
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pd.bench.load.client import LoadClient
-    from pd.bench.load.endpoints import Options
     from pd.bench.load.goodput import Goodput
     from pd.bench.load.processes import Run
     from pd.bench.load.records import Record
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from pd.bench.load.workload import Session
 
 
-# Said of a run against pd whose answers have no stages.
+# Note for a run against pd whose answers have no stages.
 _WITHOUT_STAGES = (
     "answers of this endpoint do not say how long their stages took, so reports have no chart of "
     "them; pd says so with --endpoint /generate"
@@ -39,7 +38,7 @@ _WITHOUT_STAGES = (
 
 
 class _NothingSentError(PDError):
-    """The user ended the run before its first request."""
+    """The user interrupted the run before its first request."""
 
     exit_status = 130
 
@@ -49,27 +48,27 @@ class LoadResult:
     """Records and measures of a run.
 
     Attributes:
-        complaints: why the run does not count; empty if it does.
-        notes: what the dataset and the server said, such as rows that were left out.
-        server: what the server's own metrics say about the run; empty where it has none of ours.
+        complaints: reasons why the run does not count; empty if it does.
+        notes: remarks about the dataset and the server, such as the number of dropped rows.
+        server: growth of the server's own metrics during the run; empty if it is not pd.
         interrupted, failure: see :class:`~pd.bench.load.processes.Run`.
     """
 
     start_time: float
     records: list[Record]
-    client: dict[str, Any]
-    complaints: list[str]
     measures: dict[str, Any]
     goodput: Goodput | None
     notes: dict[str, Any]
-    server: dict[str, Any]
+    client: dict[str, Any] = field(default_factory=dict)
+    complaints: list[str] = field(default_factory=list)
+    server: dict[str, Any] = field(default_factory=dict)
     interrupted: bool = False
     failure: PDError | None = None
 
 
 @dataclass(frozen=True)
 class ProbedServer:
-    """A server that was asked what it takes; the settings are those that hold for it."""
+    """A probed server, with settings adapted to it."""
 
     settings: LoadSettings
     client: LoadClient
@@ -78,17 +77,17 @@ class ProbedServer:
 
 
 def probe_server(settings: LoadSettings, client: LoadClient) -> ProbedServer:
-    """Ask a server for its model, its context and the fields that it takes.
+    """Ask a server for its model, its context and its supported fields.
 
-    Raises SetupError or UsageError if the run cannot be.
+    Raises SetupError or UsageError if the run is impossible.
     """
     probe = ServerProbe(settings.target, settings.endpoint, client.fetch)
-    model, context = probe.model(settings.sampling.model)
+    model, context = probe.find_model(settings.sampling.model)
     sampling = dataclasses.replace(settings.sampling, model=model)
     wanted, dataset = settings.options, settings.dataset
-    # Lines of a file are what they are; a server that takes no token ids may do for them.
+    # We cannot choose the form of a file's lines, and a server without token ids may suit them.
     tokens = not dataset.as_text and dataset.name != "jsonl"
-    options = probe.options(sampling, wanted, tokens=tokens)
+    options = probe.find_options(sampling, wanted, tokens=tokens)
     settings = dataclasses.replace(
         settings,
         sampling=sampling,
@@ -97,22 +96,18 @@ def probe_server(settings: LoadSettings, client: LoadClient) -> ProbedServer:
     )
     if dataset.name == "multi-turn" and not dataset.as_text and not options.token_ids:
         raise UsageError(
-            "multi-turn needs the token ids of answers, which this server does not give: use "
+            "multi-turn needs the token ids of answers, which this server does not send: use "
             "--prompts-as text"
         )
     notes: dict[str, Any] = {"model": model, "context": context}
-    refused = _refused(wanted, options)
+    refused = [name for name, value in vars(wanted).items() if value and not getattr(options, name)]
     if refused:
         notes["fields_the_server_refuses"] = refused
     return ProbedServer(settings, client, probe, notes)
 
 
-def _refused(wanted: Options, taken: Options) -> list[str]:
-    return [name for name, value in vars(wanted).items() if value and not getattr(taken, name)]
-
-
 def measure_server(server: ProbedServer) -> LoadResult:
-    """Draw, send and evaluate. Raises PDError if there is nothing to evaluate."""
+    """Draw, send and evaluate. Raises PDError without anything to evaluate."""
     settings = server.settings
     sessions, notes = draw_sessions(
         settings.dataset,
@@ -128,39 +123,39 @@ def measure_server(server: ProbedServer) -> LoadResult:
             settings.dataset, settings.warmup, seed=settings.seed, measured=len(sessions)
         )
         notes |= warm_up_notes
-    _check_prompts(settings, [*sessions, *warm_up])
+    api = find_endpoint(settings.endpoint)
+    for session in (*sessions, *warm_up):
+        # This raises UsageError for a prompt of the wrong kind.
+        api.make_body(
+            session.turns[0].prompt, session.turns[0], settings.sampling, settings.options
+        )
     schema = next((turn.schema for s in sessions for turn in s.turns if turn.schema), None)
     if schema is not None:
         server.probe.check_schema(settings.sampling, settings.options, schema)
     fetch, base_url = server.client.fetch, server.probe.base_url
     before = read_metrics(fetch, base_url)
-    run = _send(server, sessions, warm_up)
+    run = _run_load(server, sessions, warm_up)
     if run.warm_up_error is not None:
         notes["warm_up_error"] = run.warm_up_error
     if not run.records:
-        raise run.failure or _without_records(run)
+        raise make_no_records_error(run)
     if run.silent:
         notes["records_missing_from"] = run.silent
     growth = metrics_between(before, read_metrics(fetch, base_url))
     notes["requests_planned"] = sum(len(session.turns) for session in sessions)
-    return evaluate(settings, run, server.notes | notes, growth)
+    return evaluate_run(settings, run, server.notes | notes, growth)
 
 
-def _without_records(run: Run) -> PDError:
+def make_no_records_error(run: Run) -> PDError:
+    """Make the error for a run without records."""
+    if run.failure is not None:
+        return run.failure
     if run.silent:
         return SetupError(f"no records came from load process {', '.join(run.silent)}")
     return _NothingSentError("the run ended before a request was sent")
 
 
-def _check_prompts(settings: LoadSettings, sessions: Sequence[Session]) -> None:
-    """Raise UsageError for a prompt that the endpoint cannot take."""
-    api = endpoint(settings.endpoint)
-    for session in sessions:
-        turn = session.turns[0]
-        api.body(turn.prompt, turn, settings.sampling, settings.options)
-
-
-def _send(server: ProbedServer, sessions: Sequence[Session], warm_up: Sequence[Session]) -> Run:
+def _run_load(server: ProbedServer, sessions: Sequence[Session], warm_up: Sequence[Session]) -> Run:
     settings = server.settings
     plan = Plan(
         process="",
@@ -176,19 +171,19 @@ def _send(server: ProbedServer, sessions: Sequence[Session], warm_up: Sequence[S
     line = ProgressLine(sum(len(session.turns) for session in sessions))
     with LoadProcesses(server.client) as processes:
         try:
-            return processes.run(plan, sessions, warm_up, line.show)
+            return processes.run(plan, sessions, warm_up, line.show_progress)
         finally:
             line.close()
 
 
-def evaluate(
+def evaluate_run(
     settings: LoadSettings, run: Run, notes: dict[str, Any], server: dict[str, Any]
 ) -> LoadResult:
-    """Measures of a run, and whether it counts."""
+    """Compute the measures of a run, and decide whether it counts."""
     goodput = None
     if settings.objectives is not None:
         goodput = count_good(run.records, settings.objectives)
-    client, measures = client_facts(run), summarize(run.records, goodput, settings.gpus)
+    client, measures = client_facts(run), summarize_records(run.records, goodput, settings.gpus)
     if server and measures["completed"] and "stages_ms" not in measures:
         notes = notes | {"stages": _WITHOUT_STAGES}
     return LoadResult(

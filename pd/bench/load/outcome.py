@@ -1,4 +1,4 @@
-"""Makes a record of a request and its answer."""
+"""Makes the record of a request from its answer."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pd.bench.load.answers import UNFINISHED
 from pd.bench.load.records import (
     CANCELLED,
     CLIENT,
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from pd.bench.load.plan import Plan
     from pd.bench.load.workload import Session
 
-# What the client's own machine lacks: ports, descriptors or memory.
+# The client's machine has no ports, descriptors or memory.
 _ERRORS_OF_THE_CLIENT = frozenset(
     (errno.EADDRNOTAVAIL, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 )
@@ -38,7 +39,7 @@ class Asked:
         scheduled, due: see :class:`~pd.bench.load.records.Record`.
         lag: seconds by which the client was late to connect, and then to write.
         failure: why it was not sent; ``failure_kind`` is its kind in the record.
-        cut_reason: why the client closed the connection, if it did.
+        cut_reason: why the client closed the connection early; None if it did not.
     """
 
     session: Session
@@ -52,25 +53,25 @@ class Asked:
     failure_kind: str = CONNECT
     cut_reason: str | None = None
 
-    def was_sent(self, begin: float, connected: float, written: float) -> None:
-        """Note when the connection was begun and there, and when the request was written."""
+    def note_sent(self, begin: float, connected: float, written: float) -> None:
+        """Note when we began to connect, were connected, and wrote the request."""
         self.connect = connected - begin
         late = max(0.0, begin - self.due)
         self.lag = late + max(0.0, written - max(self.due, connected))
         self.sent = written if connected <= self.due else self.due
 
-    def not_connected(self, error: OSError) -> None:
+    def note_connection_error(self, error: OSError) -> None:
         """Note why there is no connection, and whether that is the client's fault."""
         self.failure, self.sent = f"{type(error).__name__}: {error}", self.due
         self.failure_kind = CLIENT if error.errno in _ERRORS_OF_THE_CLIENT else CONNECT
 
-    def was_interrupted(self) -> None:
+    def note_interruption(self) -> None:
         """Note that the run ended while the request waited for its connection."""
         self.cut_reason, self.sent = "interrupted", self.due
 
 
-def record_of(asked: Asked, answer: Answer, plan: Plan, start: float) -> Record:
-    """The record of a request; its times are relative to ``start``."""
+def make_record(asked: Asked, answer: Answer, plan: Plan, start: float) -> Record:
+    """Make the record of a request. Its times are relative to ``start``."""
     turn = asked.session.turns[asked.turn]
     times = [at - start for at in answer.times]
     record = Record(
@@ -112,7 +113,7 @@ def _set_status(record: Record, asked: Asked, answer: Answer) -> None:
         record.error_kind = asked.failure_kind
     elif answer.error_kind is None:
         record.status = OK
-    elif asked.cut_reason in _STATUS_OF_CUT and answer.error_kind in ("cut", "no answer", "empty"):
+    elif asked.cut_reason in _STATUS_OF_CUT and answer.error_kind in UNFINISHED:
         record.status = _STATUS_OF_CUT[asked.cut_reason]
     elif asked.cut_reason in ("timeout", "too long"):
         message = f"given up by the client: {asked.cut_reason}"

@@ -1,8 +1,8 @@
 """Load processes, here and on other hosts: one schedule, one start, one list of records.
 
-Session *i* goes to process *i* mod N. The start is a point in time that lies ahead when it is told;
-on another host it is translated by the offset of that host's clock, which is measured as NTP does,
-from the answer that came back soonest.
+Session *i* goes to process *i* mod N. We choose a start in the near future. For another host we
+translate it by the offset of that host's clock. Every question about the time bounds that offset,
+and we intersect the bounds of many.
 """
 
 from __future__ import annotations
@@ -28,27 +28,30 @@ if TYPE_CHECKING:
     from pd.bench.load.workload import Session
 
 START_IN_SECONDS = 0.5
-_CLOCK_QUESTIONS = 20
+# Questions about a clock: at least so many, and more while the error exceeds what we aim at. The
+# pause spreads them, because what delays one delays the next, too.
+_MIN_CLOCK_QUESTIONS, _MAX_CLOCK_QUESTIONS = 20, 200
+_GOOD_CLOCK_ERROR, _CLOCK_PAUSE_SECONDS = 0.001, 0.01
 _WATCH_SECONDS = 1.0
-# After the end of a run, processes that send no record for so long are left out.
+# After the end of a run we give up on processes after so long a silence.
 _STOP_SECONDS = 30.0
-# What a login shell may print before a load process speaks.
+# A login shell may print some lines before a load process does.
 _MAX_NOISE_LINES = 200
 
 
 @dataclass
 class Run:
-    """Records and facts that the load processes sent after a run.
+    """Records and facts from the load processes after a run.
 
     Attributes:
         start_time: Unix time of the start.
-        loads: what each process says about itself.
-        clock_errors: by process on another host, how wrong its clock's offset may be, in seconds.
-        interrupted: whether the run was ended before its time: by the user, or by a failure.
-        failure: error of ``watch``, or of a load process that ended or could not go on, which ended
-            the run.
-        silent: load processes that did not send all their records after the end of the run.
-        warm_up_error: first error that a warm-up request met.
+        loads: facts of each process about itself.
+        clock_errors: possible error of the clock's offset in seconds, by process on another host.
+        interrupted: whether the run ended early, because of the user or of a failure.
+        failure: error that ended the run: of ``watch``, or of a load process that ended or could
+            not go on.
+        silent: load processes whose last records are missing.
+        warm_up_error: first error of a warm-up request.
     """
 
     start_time: float = 0.0
@@ -62,13 +65,13 @@ class Run:
 
 
 class LoadProcesses:
-    """All load processes of a run; a context that ends them."""
+    """All load processes of a run. As a context manager it ends them."""
 
     def __init__(self, client: LoadClient) -> None:
         self._inbox: queue.Queue[tuple[LoadProcess, dict[str, Any] | None]] = queue.Queue()
         self._all: list[LoadProcess] = []
         self._watch = client.watch
-        # Names of processes that ended before they had sent everything.
+        # Names of processes that ended too early.
         self._gone: set[str] = set()
         try:
             for place in client.places:
@@ -96,16 +99,15 @@ class LoadProcesses:
     ) -> Run:
         """Run all sessions. ``show`` gets the sums of progress about once a second.
 
-        A KeyboardInterrupt ends the run with what there is; a second one is raised. So does an
-        error of ``watch`` after the start, or a load process that ends or cannot go on: it is noted
-        in the run.
+        A KeyboardInterrupt ends the run and keeps the records so far; a second one is raised. After
+        the start, an error of ``watch`` or of a load process also ends the run; the run notes it.
         """
         run = Run()
-        self._prepare(plan, sessions, warm_up, run)
-        offsets = {process.name: self._clock_offset(process, run) for process in self._all}
+        self._send_plans(plan, sessions, warm_up, run)
+        offsets = {process.name: self._measure_clock(process, run) for process in self._all}
         run.start_time = time.time() + START_IN_SECONDS
         for process in self._all:
-            process.send(start=run.start_time + offsets[process.name])
+            process.send_message(start=run.start_time + offsets[process.name])
         try:
             self._collect(run, show)
         except KeyboardInterrupt:
@@ -117,68 +119,80 @@ class LoadProcesses:
         run.records.sort(key=lambda record: (record.sent, record.session, record.turn))
         return run
 
-    def _prepare(
+    def _send_plans(
         self, plan: Plan, sessions: Sequence[Session], warm_up: Sequence[Session], run: Run
     ) -> None:
         count = len(self._all)
         for process in self._all:
-            version = self._version(process)
+            version = self._read_version(process)
             if version != __version__:
                 raise SetupError(
                     f"load process {process.name} has pd {version}, this command {__version__}; "
                     "install the same version on all hosts"
                 )
         for number, process in enumerate(self._all):
-            limit = _share(plan.max_concurrency, number, count)
+            limit = plan.max_concurrency
+            if limit is not None:
+                # Shares differ by one place at most, and each process has one.
+                limit = max(1, limit // count + (number < limit % count))
             mine = dataclasses.replace(plan, process=process.name, max_concurrency=limit)
-            process.send(plan=mine.to_json())
+            process.send_message(plan=dataclasses.asdict(mine))
             for kind, some in (("session", sessions), ("warm_up", warm_up)):
                 for session in some[number::count]:
-                    process.send(**{kind: session.to_json()})
-            process.send(prepare=True)
+                    process.send_message(**{kind: session.to_json()})
+            process.send_message(prepare=True)
         for process in self._all:
-            ready = self._next(process)
+            ready = self._read_message_of(process)
             if "ready" not in ready:
                 raise SetupError(f"load process {process.name} says {ready}")
             run.warm_up_error = run.warm_up_error or ready.get("warm_up_error")
 
-    def _clock_offset(self, process: LoadProcess, run: Run) -> float:
-        """Seconds by which the clock of a process is ahead of ours."""
+    def _measure_clock(self, process: LoadProcess, run: Run) -> float:
+        """Return the seconds by which the clock of a process is ahead of ours.
+
+        A process reads its clock after we ask and before its answer is here. So the fastest way
+        there bounds the offset from above, and the fastest way back, perhaps of another question,
+        bounds it from below.
+        """
         if process.place.shares_clock:
             return 0.0
-        best, offset = float("inf"), 0.0
-        for _ in range(_CLOCK_QUESTIONS):
+        least, most = float("-inf"), float("inf")
+        for number in range(_MAX_CLOCK_QUESTIONS):
+            if number >= _MIN_CLOCK_QUESTIONS:
+                if most - least < 2 * _GOOD_CLOCK_ERROR:
+                    break
+                time.sleep(_CLOCK_PAUSE_SECONDS)
             asked = time.time()
-            process.send(clock=True)
-            there, answered = float(self._next(process)["now"]), time.time()
-            if answered - asked < best:
-                best, offset = answered - asked, there - (asked + answered) / 2
-        run.clock_errors[process.name] = best / 2
-        return offset
+            process.send_message(clock=True)
+            there, answered = float(self._read_message_of(process)["now"]), time.time()
+            least, most = max(least, there - answered), min(most, there - asked)
+        # Below zero if the clocks drifted apart meanwhile, by more than the ways took.
+        run.clock_errors[process.name] = abs(most - least) / 2
+        return (least + most) / 2
 
-    def _version(self, process: LoadProcess) -> str:
-        """The version of pd that a process says first."""
+    def _read_version(self, process: LoadProcess) -> str:
+        """Read the version of pd, which a process says first."""
         for _ in range(_MAX_NOISE_LINES):
-            message = self._next(process)
+            message = self._read_message_of(process)
             if "garbage" not in message:
                 return str(message.get("version"))
         raise SetupError(f"load process {process.name} says {message['garbage']!r}")
 
-    def _next(self, process: LoadProcess) -> dict[str, Any]:
-        """The next message of a process; those of others stay in their order."""
+    def _read_message_of(self, process: LoadProcess) -> dict[str, Any]:
+        """Read the next message of a process; keep messages of others in their order."""
         kept: list[tuple[LoadProcess, dict[str, Any] | None]] = []
         while True:
-            sender, message = self._receive()
+            sender, message = self._read_message()
             if sender is process:
                 for each in kept:
                     self._inbox.put(each)
                 if message is None:
-                    raise process.ended()
+                    raise process.make_end_error()
                 return message
             kept.append((sender, message))
 
-    def _receive(self) -> tuple[LoadProcess, dict[str, Any] | None]:
-        """Wait for a message. Raises what ``watch`` of the client does."""
+    def _read_message(self) -> tuple[LoadProcess, dict[str, Any] | None]:
+        """Wait for a message. Raises errors of the client's ``watch``."""
         while True:
             try:
                 return self._inbox.get(timeout=_WATCH_SECONDS)
@@ -186,36 +200,37 @@ class LoadProcesses:
                 self._watch()
 
     def _collect(self, run: Run, show: Callable[[dict[str, float]], None]) -> None:
-        """Take in messages until every process has sent its last one, its :class:`ProcessLoad`."""
+        """Collect messages until every process has sent its last one, its :class:`ProcessLoad`."""
         progress: dict[str, dict[str, float]] = {}
         while waiting := self._waiting_for(run):
-            process, message = self._receive()
+            process, message = self._read_message()
             if message is None:
                 if process.name in waiting:
                     self._gone.add(process.name)
-                    raise process.ended()
+                    raise process.make_end_error()
             elif "progress" in message:
                 self._watch()
                 progress[process.name] = message["progress"]
-                show(_sums(progress))
+                names = message["progress"]
+                show({name: sum(each[name] for each in progress.values()) for name in names})
             else:
-                _keep(run, process, message)
+                _keep_message(run, process, message)
                 failure = message.get("load", {}).get("failure")
                 if failure is not None:
                     raise SetupError(f"load process {process.name} ended the run: {failure}")
 
     def _collect_rest(self, run: Run) -> None:
-        """Stop the processes that are still there, and take in what they have."""
+        """Stop the live processes, and collect their records."""
         for process in self._all:
-            # One that has ended closes its output as well.
+            # A dead process closes its output as well, so we learn of it there.
             with contextlib.suppress(SetupError):
-                process.send(stop=True)
+                process.send_message(stop=True)
         deadline = time.monotonic() + _STOP_SECONDS
         while waiting := self._waiting_for(run):
             try:
                 process, message = self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                # A host that hangs must not keep what the others have.
+                # A host that hangs must not cost us the records of the others.
                 run.silent = waiting
                 return
             if message is None:
@@ -224,27 +239,17 @@ class LoadProcesses:
             else:
                 if "record" in message:
                     deadline = time.monotonic() + _STOP_SECONDS
-                _keep(run, process, message)
+                _keep_message(run, process, message)
 
     def _waiting_for(self, run: Run) -> list[str]:
-        """Processes that have neither sent everything nor ended."""
+        """List the processes that have neither sent everything nor ended."""
         done = self._gone | {load.process for load in run.loads}
         return [process.name for process in self._all if process.name not in done]
 
 
-def _keep(run: Run, process: LoadProcess, message: dict[str, Any]) -> None:
+def _keep_message(run: Run, process: LoadProcess, message: dict[str, Any]) -> None:
     """Keep a record, or the last message of a process."""
     if "record" in message:
         run.records.append(Record(**message["record"]))
     elif "load" in message:
         run.loads.append(ProcessLoad(**{**message["load"], "process": process.name}))
-
-
-def _share(total: int | None, number: int, count: int) -> int | None:
-    """Places of process ``number`` of ``count``; at least 1."""
-    return None if total is None else max(1, total // count + (number < total % count))
-
-
-def _sums(progress: dict[str, dict[str, float]]) -> dict[str, float]:
-    names = next(iter(progress.values()))
-    return {name: sum(each[name] for each in progress.values()) for name in names}

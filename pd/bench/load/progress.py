@@ -1,10 +1,12 @@
-"""A live line about a run, on standard error."""
+"""A live line about a run on standard error."""
 
 from __future__ import annotations
 
 import sys
 import time
 from typing import TYPE_CHECKING, TextIO
+
+from pd.util.output import unwrap_stream
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -13,17 +15,17 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class ProgressLine:
-    """On a terminal one line that changes; elsewhere a line every ten seconds."""
+    """Shows one changing line on a terminal, and elsewhere a line every ten seconds."""
 
     def __init__(self, total: int, stream: TextIO | None = None) -> None:
-        """``total``: requests of the run, if every session has all its turns."""
+        """``total``: number of requests, if every session has all its turns."""
         self._total = total
-        self._stream = sys.stderr if stream is None else stream
+        self._stream = unwrap_stream(sys.stderr if stream is None else stream)
         self._is_terminal = self._stream.isatty()
         self._begin = self._last = time.monotonic()
         self._shown = False
 
-    def show(self, sums: Mapping[str, float]) -> None:
+    def show_progress(self, sums: Mapping[str, float]) -> None:
         now = time.monotonic()
         if not self._is_terminal and now - self._last < _SECONDS_BETWEEN_LINES:
             return

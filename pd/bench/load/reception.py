@@ -1,7 +1,7 @@
-"""Bytes of one answer as they come: each piece is noted with its time and read afterwards.
+"""Receives the bytes of one answer: notes each piece with its time, to be parsed afterwards.
 
-A model that makes 48 streams a token every 7 ms sends 7,000 events a second; a client that parsed
-each as it comes would measure itself.
+A model that makes 48 streams a token every 7 ms sends 7,000 events a second. A client that parsed
+them on arrival would measure itself.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import re
 import time
 from typing import cast
 
-# A piece of an answer and the time of ``time.perf_counter`` at which it came.
+# A piece of an answer, after the time of ``time.perf_counter`` at which it arrived.
 Piece = tuple[float, bytes]
 
-# No answer is longer; one that is ends the request as an error of its own kind.
+# A longer answer ends its request with an error.
 MAX_ANSWER_BYTES = 64 << 20
 _LAST_CHUNK = b"0\r\n\r\n"
 _LINE_AND_LAST_CHUNK = b"\r\n" + _LAST_CHUNK
@@ -26,10 +26,10 @@ class Reception(asyncio.Protocol):
 
     Attributes:
         sent: when the request was written.
-        events: lines that begin an event, at least as many as there are whole ones.
-        ended: done when the answer is whole, the server has closed the connection, or :meth:`cut`
-            has.
-        cut_reason: why :meth:`cut` was called; None if it was not.
+        events: number of lines that begin an event; at least the number of whole events.
+        ended: done when the answer is whole, or when the server or :meth:`cut` has closed the
+            connection.
+        cut_reason: reason given to :meth:`cut`; None if it was not called.
     """
 
     def __init__(self) -> None:
@@ -47,14 +47,14 @@ class Reception(asyncio.Protocol):
         return self._pieces
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transports have another base.
+        # uvloop's transports have another base class.
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
         self.add_piece(time.perf_counter(), data)
 
     def add_piece(self, at: float, data: bytes) -> None:
-        """Note data that came at a time of ``time.perf_counter``."""
+        """Note data that arrived at a time of ``time.perf_counter``."""
         if self._pieces:
             at = max(at, self._pieces[-1][0])
         self._pieces.append((at, data))
@@ -64,25 +64,30 @@ class Reception(asyncio.Protocol):
             self._whole_size = _whole_size(data)
         if self._size >= MAX_ANSWER_BYTES:
             self.cut("too long")
-        elif self._size >= self._whole_size or _ends_chunked(data):
-            self._end()
+        elif (
+            self._size >= self._whole_size
+            # A last chunk of size 0. No line of an event of JSON looks like it.
+            or data.endswith(_LINE_AND_LAST_CHUNK)
+            or data == _LAST_CHUNK
+        ):
+            self._finish()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.ended.done():
             self.ended.set_result(None)
 
-    def send(self, request: bytes) -> None:
+    def send_request(self, request: bytes) -> None:
         assert self._transport is not None
         self.sent = time.perf_counter()
         self._transport.write(request)
 
     def cut(self, reason: str = "cut") -> None:
-        """Close the connection; what was received so far counts."""
+        """Close the connection. The pieces so far count."""
         if not self.ended.done():
             self.cut_reason = reason
-            self._end()
+            self._finish()
 
-    def _end(self) -> None:
+    def _finish(self) -> None:
         assert self._transport is not None
         self._transport.abort()
         if not self.ended.done():
@@ -90,12 +95,7 @@ class Reception(asyncio.Protocol):
 
 
 def _whole_size(data: bytes) -> int:
-    """Size of an answer whose first piece says it; else the largest size there may be."""
+    """Return the size of an answer if its first piece says so, else the largest allowed size."""
     head, blank, _ = data.partition(b"\r\n\r\n")
-    found = _CONTENT_LENGTH.search(head + b"\r\n") if blank else None
-    return len(head) + len(blank) + int(found[1]) if found else MAX_ANSWER_BYTES
-
-
-def _ends_chunked(data: bytes) -> bool:
-    """Whether a piece ends with the chunk of size 0. No line of an event of JSON looks like it."""
-    return data.endswith(_LINE_AND_LAST_CHUNK) or data == _LAST_CHUNK
+    match = _CONTENT_LENGTH.search(head + b"\r\n") if blank else None
+    return len(head) + len(blank) + int(match[1]) if match else MAX_ANSWER_BYTES

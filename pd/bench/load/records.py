@@ -1,6 +1,6 @@
-"""Records of requests, one JSON object a line of ``requests.jsonl``.
+"""Records of requests, one JSON object per line of ``requests.jsonl``.
 
-Times are seconds since the start of the run, which ``summary.json`` gives as ``start_time`` (Unix
+Times are seconds since the start of the run; ``summary.json`` has the start as ``start_time`` (Unix
 time). Unknown fields are null.
 """
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 # States of a record.
 OK, ERROR, CANCELLED, INTERRUPTED = "ok", "error", "cancelled", "interrupted"
-# Kinds of errors of a request without a connection: the server gave it none, or the client's own
-# machine had no ports, descriptors or memory for it.
+# Kinds of errors of a request without a connection: the server refused it, or the client's machine
+# had no ports, descriptors or memory for it.
 CONNECT, CLIENT = "connect", "client"
 
 
@@ -30,29 +30,29 @@ class Record:
     """One request.
 
     Attributes:
-        session, turn: which session it belongs to, and its place there, from 0.
-        request_id: the X-Request-Id that it was sent with; empty if it is not known.
+        session, turn: number of its session, and its place there, from 0.
+        request_id: the X-Request-Id of the request; empty if unknown.
         process: load process that sent it, such as "local/0".
         status: "ok", "error", "cancelled" (by ``--cancel-rate``) or "interrupted" (by Ctrl-C).
         error_kind: such as "http 429", "connect", "client", "cut", "timeout"; ``error`` is the
             message.
-        planned_prompt_tokens, max_tokens: what the dataset asked for.
-        prompt_tokens, cached_tokens: as the server counts them.
-        output_tokens: tokens that came; ``counted_by`` says how they were counted.
-        scheduled: when the schedule wanted it sent; null for what waits for another request.
-        due: when the client could send it: the scheduled time, or later if it waited for a place
-            or for the turn before.
-        sent: when it was written; if its connection was not there yet when it was due, ``due``,
-            so the wait for the server to accept counts.
-        lag: seconds by which the client was late to send it.
+        planned_prompt_tokens, max_tokens: planned lengths.
+        prompt_tokens, cached_tokens: the server's counts.
+        output_tokens: tokens of the answer; ``counted_by`` says how we counted them.
+        scheduled: when the schedule planned to send it; null if it waits for another request.
+        due: when the client could send it: as scheduled, or later if it waited for a place or for
+            the previous turn.
+        sent: when it was written. If it was due before its connection was open, ``sent`` is
+            ``due``, so the wait for the server to accept counts.
+        lag: seconds by which the client was late.
         connect: seconds to open the connection.
-        first, second, last: when the first, second and last token came.
-        end: when the last byte came.
-        times: when each event that holds tokens came; ``tokens`` how many each had (null if only
-            the sum is known).
-        stages: seconds of each stage, where the server says so.
+        first, second, last: when the first, second and last token arrived.
+        end: when the last byte arrived.
+        times: when each event with tokens arrived; ``tokens`` how many tokens each had (null if
+            only their sum is known).
+        stages: seconds of each stage, if the server says so.
         valid_output: whether an answer with a schema is JSON.
-        text: the answer, where ``--save-detailed`` wants it.
+        text: the answer, with ``--save-detailed``.
     """
 
     session: int
@@ -87,7 +87,7 @@ class Record:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt: the server's count, or else what was planned."""
+        """Tokens of the prompt: the server's count, or else the planned number."""
         return self.planned_prompt_tokens if self.prompt_tokens is None else self.prompt_tokens
 
     @property
@@ -116,30 +116,30 @@ class Record:
 
     @property
     def gaps(self) -> list[float]:
-        """Intervals between events that hold tokens."""
+        """Intervals between events with tokens."""
         return [later - before for before, later in pairwise(self.times)]
 
     @property
     def lacks_gaps(self) -> bool:
-        """Whether tokens came one after the other, but no interval between them is known.
+        """Whether tokens arrived one after another, but no interval between them is known.
 
-        So it is with records of other harnesses that have the first and the last time only. Tokens
-        that all came in one event have no interval.
+        That happens with records of other harnesses that only have the first and the last time.
+        Tokens in one event have no interval.
         """
         at_once = self.first is not None and self.first == self.last
         return self.output_tokens > 1 and len(self.times) < 2 and not at_once
 
     def to_json(self) -> dict[str, Any]:
-        """Fields with times in whole microseconds."""
+        """Return the fields, with times in whole microseconds."""
         row = dataclasses.asdict(self)
-        return {name: _rounded(value) for name, value in row.items()}
+        return {name: _round_times(value) for name, value in row.items()}
 
 
-def _rounded(value: Any) -> Any:
+def _round_times(value: Any) -> Any:
     if isinstance(value, float):
         return round(value, 6)
     if isinstance(value, list):
-        return [_rounded(each) for each in value]
+        return [_round_times(each) for each in value]
     return value
 
 
@@ -149,7 +149,7 @@ def write_records(path: Path, records: Iterable[Record]) -> None:
 
 
 def read_records(path: Path) -> list[Record]:
-    """Records of a file. Raises UsageError for one that is none."""
+    """Read the records of a file. Raises UsageError for any other file."""
     records = []
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
@@ -161,7 +161,7 @@ def read_records(path: Path) -> list[Record]:
 
 
 def second_token_time(times: list[float], tokens: list[int] | None) -> float | None:
-    """Time at which the second token came: with the first event, if that held two."""
+    """Return when the second token arrived: with the first event, if it had two tokens."""
     if tokens is not None and tokens and tokens[0] > 1:
         return times[0]
     return times[1] if len(times) > 1 else None

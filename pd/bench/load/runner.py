@@ -1,4 +1,4 @@
-"""Runs the schedule of one load process: sends its requests and keeps what was received."""
+"""Runs the schedule of one load process: sends its requests and keeps their answers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 from pd.bench.load.answers import read_answer
 from pd.bench.load.client_load import ClientLoad
-from pd.bench.load.conversation import next_prompt
-from pd.bench.load.endpoints import Chat, endpoint
-from pd.bench.load.outcome import Asked, record_of
+from pd.bench.load.endpoints import Chat, find_endpoint
+from pd.bench.load.outcome import Asked, make_record
 from pd.bench.load.spool import Spool, Spooled
 
 if TYPE_CHECKING:
@@ -24,19 +23,19 @@ if TYPE_CHECKING:
     from pd.bench.load.plan import Plan
     from pd.bench.load.reception import Piece, Reception
     from pd.bench.load.records import Record
-    from pd.bench.load.workload import Prompt, Session, Turn
+    from pd.bench.load.workload import Prompt, Session
 
-# Connections are opened so long before their request is due.
+# How long before its request is due we open a connection.
 LEAD_SECONDS = 0.05
-# A host that is down answers nothing; one that is slow to accept is asked again by the kernel after
-# 1, 3, 7, 15 and 31 s.
+# A host that is down does not answer at all. For one that is slow to accept, the kernel tries again
+# after 1, 3, 7, 15 and 31 s.
 CONNECT_SECONDS = 60.0
 WARM_UP_CONCURRENCY = 8
 
 
 @dataclass
 class Progress:
-    """Counts while a run goes on."""
+    """Counts during a run."""
 
     sent: int = 0
     done: int = 0
@@ -50,23 +49,22 @@ class Progress:
 
 
 class Runner:
-    """Sessions of one load process.
+    """Runs the sessions of one load process in one event loop.
 
-    Everything runs in one event loop. Answers are read after the run, but for those that a session
-    needs for its next turn.
+    We parse answers after the run, except if a session needs one for its next turn.
     """
 
     def __init__(self, plan: Plan, sessions: Sequence[Session]) -> None:
         self._plan, self._sessions = plan, sessions
-        self._endpoint = endpoint(plan.endpoint)
-        self._first = {session.number: self._bytes(session, 0) for session in sessions}
+        self._endpoint = find_endpoint(plan.endpoint)
+        self._first = {session.number: self._make_request(session, 0) for session in sessions}
         self._spool = Spool()
         self._asked: list[tuple[Asked, Spooled]] = []
         self._running: set[Reception] = set()
-        # Time limits of connections that are being opened.
+        # Timeouts of unfinished connections.
         self._connecting: set[asyncio.Timeout] = set()
         self._start = 0.0
-        # When a session last got a place that it had to wait for.
+        # When a waiting session last got a place.
         self._place_free = 0.0
         self._stopping = asyncio.Event()
         limit = plan.max_concurrency
@@ -74,25 +72,27 @@ class Runner:
         self.progress = Progress()
         self.load = ClientLoad()
 
-    def _bytes(
-        self, session: Session, turn: int, prompt: Prompt | None = None, kind: str = ""
+    def _make_request(
+        self, session: Session, number: int, prompt: Prompt | None = None, kind: str = ""
     ) -> bytes:
-        plan, asked = self._plan, session.turns[turn]
-        body = self._endpoint.body(
-            asked.prompt if prompt is None else prompt, asked, plan.sampling, plan.options
+        plan, turn = self._plan, session.turns[number]
+        body = self._endpoint.make_body(
+            turn.prompt if prompt is None else prompt, turn, plan.sampling, plan.options
         )
-        return plan.target.request(body, plan.request_id(session.number, turn, kind))
+        return plan.target.make_request(body, plan.request_id(session.number, number, kind))
 
-    # ---- before
+    # ---- before the run
 
     async def warm_up(self, sessions: Sequence[Session]) -> str | None:
-        """Ask first turns that are not measured; returns the first error that one met."""
+        """Send first turns to warm up; return the first error."""
         places = asyncio.Semaphore(WARM_UP_CONCURRENCY)
 
         async def ask(session: Session) -> str | None:
             asked = Asked(session, 0, None, 0.0)
             async with places:
-                pieces = await self._ask(asked, self._bytes(session, 0, kind="-warm-up"))
+                pieces = await self._send_request(
+                    asked, self._make_request(session, 0, kind="-warm-up")
+                )
             return asked.failure or read_answer(pieces or [], self._endpoint).error
 
         errors = await asyncio.gather(*(ask(session) for session in sessions))
@@ -102,27 +102,27 @@ class Runner:
     # ---- the run
 
     async def run(self, start: float) -> None:
-        """Send every session at its time after ``start`` (of ``time.perf_counter``) and wait for
+        """Send every session at its time after ``start`` (of ``time.perf_counter``), and wait for
         the answers."""
         self._start = start
         gc.collect()
-        gc.disable()  # a collection would delay the reading of everything that comes meanwhile
-        sampling = asyncio.create_task(self.load.sample())
+        gc.disable()  # a collection would delay the reading of answers
+        sampling = asyncio.create_task(self.load.sample_lag())
         try:
             await self._sleep_until(start - LEAD_SECONDS)
-            self.load.begin()
+            self.load.start()
             async with asyncio.TaskGroup() as group:
                 for session in self._sessions:
-                    if not await self._admitted(session):
+                    if not await self._wait_for_admission(session):
                         break
-                    group.create_task(self._session(session))
+                    group.create_task(self._run_session(session))
         finally:
-            self.load.end()
+            self.load.stop()
             sampling.cancel()
             gc.enable()
 
     def stop(self) -> None:
-        """End the run with what there is. Call it in the event loop."""
+        """End the run and keep the answers so far. Call it in the event loop."""
         self._stopping.set()
         for reception in list(self._running):
             reception.cut("interrupted")
@@ -130,63 +130,59 @@ class Runner:
             if not limit.expired():
                 limit.reschedule(asyncio.get_running_loop().time())
 
-    async def _admitted(self, session: Session) -> bool:
-        """Wait until a session may open its connection; False if the run is to end."""
+    async def _wait_for_admission(self, session: Session) -> bool:
+        """Wait until a session may open its connection; return False if the run is ending."""
         if session.arrival is not None:
             await self._sleep_until(self._start + session.arrival - LEAD_SECONDS)
         else:
             await asyncio.sleep(0)
-        if self._places is not None and not self._stopping.is_set():
-            await self._take_place(self._places)
-        return not self._stopping.is_set()
-
-    async def _take_place(self, places: asyncio.Semaphore) -> None:
-        """Wait for one of ``max_concurrency`` places, or until the run is to end."""
+        places = self._places
+        if places is None or self._stopping.is_set():
+            return not self._stopping.is_set()
         if not places.locked():
             await places.acquire()
-            return
+            return not self._stopping.is_set()
         place = asyncio.ensure_future(places.acquire())
         stopped = asyncio.ensure_future(self._stopping.wait())
         await asyncio.wait({place, stopped}, return_when=asyncio.FIRST_COMPLETED)
         place.cancel()
         stopped.cancel()
         self._place_free = time.perf_counter()
+        return not self._stopping.is_set()
 
-    async def _session(self, session: Session) -> None:
+    async def _run_session(self, session: Session) -> None:
         try:
-            # Before the start only connections are opened.
+            # Before the start we only open connections.
             scheduled = None if session.arrival is None else self._start + session.arrival
             wanted = max(time.perf_counter(), self._start) if scheduled is None else scheduled
-            await self._turns(session, scheduled, max(wanted, self._place_free))
+            await self._send_turns(session, scheduled, max(wanted, self._place_free))
         finally:
             if self._places is not None:
                 self._places.release()
 
-    async def _turns(self, session: Session, scheduled: float | None, due: float) -> None:
-        prompt = session.turns[0].prompt
-        for number, _ in enumerate(session.turns):
-            request = (
-                self._bytes(session, number, prompt) if number else self._first[session.number]
-            )
+    async def _send_turns(self, session: Session, scheduled: float | None, due: float) -> None:
+        request, prompt = self._first[session.number], session.turns[0].prompt
+        for number, following in enumerate((*session.turns[1:], None)):
             asked = Asked(session, number, scheduled, due)
-            pieces = await self._ask(asked, request)
-            if pieces is None or not self._keep(asked, pieces):
+            pieces = await self._send_request(asked, request)
+            if pieces is None or not self._keep_answer(asked, pieces):
                 return
-            if number + 1 == len(session.turns) or asked.failure or asked.cut_reason:
+            if following is None or asked.failure or asked.cut_reason:
                 return
-            added = session.turns[number + 1]
             answer = read_answer(pieces, self._endpoint)
-            following = self._continued(prompt, answer, added)
-            if following is None:
+            is_chat = isinstance(self._endpoint, Chat)
+            extended = extend_prompt(prompt, answer, following.prompt, chat=is_chat)
+            if answer.error_kind is not None or extended is None:
                 return
-            prompt, scheduled = following, None
-            due = (answer.end or due) + added.think_time
+            prompt, scheduled = extended, None
+            due = (answer.end or due) + following.think_time
+            request = self._make_request(session, number + 1, prompt)
 
-    def _keep(self, asked: Asked, pieces: Sequence[Piece]) -> bool:
-        """Keep an answer until the run is over. Without room for it the run ends here, since all
-        later ones would be lost, too."""
+    def _keep_answer(self, asked: Asked, pieces: Sequence[Piece]) -> bool:
+        """Keep an answer until the run is over. Without room for it end the run, because all later
+        answers would be lost, too."""
         try:
-            self._asked.append((asked, self._spool.add(pieces)))
+            self._asked.append((asked, self._spool.add_pieces(pieces)))
         except OSError as error:
             where, why = tempfile.gettempdir(), error.strerror or error
             self.load.failure = f"answers cannot be kept in {where}: {why}"
@@ -194,16 +190,10 @@ class Runner:
             return False
         return True
 
-    def _continued(self, prompt: Prompt, answer: Answer, turn: Turn) -> Prompt | None:
-        if answer.error_kind is not None:
-            return None
-        chat = isinstance(self._endpoint, Chat)
-        return next_prompt(prompt, answer, turn.prompt, chat=chat)
-
-    async def _ask(self, asked: Asked, request: bytes) -> list[Piece] | None:
-        """Send a request when it is due and wait for the end of its answer; None if the run ended
-        before it was due. A failure to connect is noted in ``asked``."""
-        # NOTE: not earlier. Servers close connections on which nothing comes for a while.
+    async def _send_request(self, asked: Asked, request: bytes) -> list[Piece] | None:
+        """Send a request when it is due and wait for its answer; None if the run ended before. Note
+        a failure to connect in ``asked``."""
+        # NOTE: we connect no earlier, because servers close silent connections.
         await self._sleep_until(asked.due - LEAD_SECONDS)
         if self._stopping.is_set():
             return None
@@ -211,22 +201,39 @@ class Runner:
         try:
             reception = await self._connect()
         except OSError as error:
-            return self._not_connected(asked, error)
+            if not self._stopping.is_set():
+                asked.note_connection_error(error)
+                self.progress.add_failure()
+            elif asked.due > time.perf_counter():
+                return None
+            else:
+                asked.note_interruption()
+            return []
         connected = time.perf_counter()
         await self._sleep_until(asked.due)
         if self._stopping.is_set():
             reception.cut("interrupted")
             return None
-        reception.send(request)
-        asked.was_sent(begin, connected, reception.sent)
+        reception.send_request(request)
+        asked.note_sent(begin, connected, reception.sent)
         self.progress.sent += 1
         self._running.add(reception)
-        await self._end_of(asked, reception)
+        loop = asyncio.get_running_loop()
+        timers = [loop.call_later(self._plan.timeout, reception.cut, "timeout")]
+        if asked.session.cancel_after is not None:
+            timers.append(loop.call_later(asked.session.cancel_after, reception.cut, "cancelled"))
+        await reception.ended
+        for timer in timers:
+            timer.cancel()
+        asked.cut_reason = reception.cut_reason
+        self.progress.done += 1
+        self.progress.events += reception.events
+        self.progress.failed += not reception.events
         self._running.discard(reception)
         return reception.pieces
 
     async def _connect(self) -> Reception:
-        """A new connection. Raises OSError, at once if the run is to end."""
+        """Open a connection. Raises OSError, at once if the run is ending."""
         seconds = min(self._plan.timeout, CONNECT_SECONDS)
         try:
             async with asyncio.timeout(seconds) as limit:
@@ -240,47 +247,46 @@ class Runner:
                 raise
             raise TimeoutError(f"no connection within {seconds:g} s") from None
 
-    def _not_connected(self, asked: Asked, error: OSError) -> list[Piece] | None:
-        """Note why there is no connection; None if the run ended before the request was due."""
-        if not self._stopping.is_set():
-            asked.not_connected(error)
-            self.progress.add_failure()
-        elif asked.due > time.perf_counter():
-            return None
-        else:
-            asked.was_interrupted()
-        return []
-
-    async def _end_of(self, asked: Asked, reception: Reception) -> None:
-        loop = asyncio.get_running_loop()
-        timers = [loop.call_later(self._plan.timeout, reception.cut, "timeout")]
-        if asked.session.cancel_after is not None:
-            timers.append(loop.call_later(asked.session.cancel_after, reception.cut, "cancelled"))
-        await reception.ended
-        for timer in timers:
-            timer.cancel()
-        asked.cut_reason = reception.cut_reason
-        self.progress.done += 1
-        self.progress.events += reception.events
-        self.progress.failed += not reception.events
-
     async def _sleep_until(self, at: float) -> None:
-        """Sleep until a time, or until the run is to end."""
+        """Sleep until a time, or until the run is ending."""
         left = at - time.perf_counter()
         if left > 0:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left):
                     await self._stopping.wait()
 
-    # ---- after
+    # ---- after the run
 
     @property
     def events(self) -> int:
-        """Events that came so far."""
+        """Number of events so far."""
         return self.progress.events + sum(reception.events for reception in self._running)
 
-    def records(self) -> Iterator[Record]:
-        """Records of what was asked, read now."""
+    def make_records(self) -> Iterator[Record]:
+        """Parse the answers and make their records."""
         for asked, place in self._asked:
-            answer = read_answer(self._spool.read(place), self._endpoint)
-            yield record_of(asked, answer, self._plan, self._start)
+            answer = read_answer(self._spool.read_pieces(place), self._endpoint)
+            yield make_record(asked, answer, self._plan, self._start)
+
+
+def extend_prompt(prompt: Prompt, answer: Answer, added: Prompt, *, chat: bool) -> Prompt | None:
+    """Make the next prompt of a session: the conversation with the real answer, and a new turn.
+
+    Args:
+        prompt: the answered prompt.
+        added: the user's new turn.
+        chat: whether text is a message of a conversation, not the text itself.
+
+    Returns:
+        None if we need the answer's token ids and the server sent none.
+    """
+    if isinstance(prompt, str) and isinstance(added, str) and not chat:
+        return f"{prompt}{answer.text} {added}"
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if isinstance(added, str):
+        message = {"role": "assistant", "content": answer.text}
+        return [*prompt, message, {"role": "user", "content": added}]
+    if answer.ids is None:
+        return None
+    return [*prompt, *answer.ids, *added]

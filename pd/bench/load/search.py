@@ -1,4 +1,4 @@
-"""The highest rate that a deployment bears, by bisection."""
+"""Finds the highest rate of a deployment by bisection."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SearchSettings:
-    """Settings of a search. Rates in requests a second.
+    """Settings of a search; rates are requests per second.
 
     Attributes:
-        share: of the requests that must meet the objectives.
+        share: least share of good requests.
         repeats: runs at each rate; their median decides.
-        resolution: the search ends when the lowest rate that fails is at most this much (as a
-            share) above the highest that passes.
+        resolution: the search ends when the lowest failing rate is at most this share above the
+            highest passing rate.
     """
 
     low: float = 1.0
@@ -43,7 +43,7 @@ class SearchSettings:
 
 @dataclass
 class Point:
-    """One rate: the share of requests that met the objectives, in each repeat."""
+    """One rate, with the share of good requests in each repeat."""
 
     rate: float
     shares: list[float] = field(default_factory=list)
@@ -52,18 +52,18 @@ class Point:
         return median(self.shares) >= share
 
     def is_decided(self, settings: SearchSettings) -> bool:
-        """Whether no further repeat can change which side of the share the median is on."""
+        """Whether no further repeat can move the median to the other side of the share."""
         good = sum(share >= settings.share for share in self.shares)
         return max(good, len(self.shares) - good) > settings.repeats / 2
 
 
 @dataclass
-class Found:
+class SearchResult:
     """Result of a search.
 
     Attributes:
-        highest: highest rate that passed; None if the lowest one already failed.
-        failed: lowest rate that failed; None if none did.
+        highest: highest rate that passed; None if even the lowest failed.
+        failed: lowest rate that failed; None if all passed.
         points: every rate in the order of measurement.
     """
 
@@ -72,43 +72,36 @@ class Found:
     points: list[Point] = field(default_factory=list)
 
 
-def highest_rate(settings: SearchSettings, measure: Callable[[float, int], float]) -> Found:
-    """Search for the highest rate that keeps the objectives.
+def highest_rate(settings: SearchSettings, measure: Callable[[float, int], float]) -> SearchResult:
+    """Search for the highest rate within the objectives.
 
-    Rates double from the lowest until one fails, and then the interval is bisected (by the
-    geometric mean, since what counts is the ratio).
+    Rates double from the lowest until one fails. Then we bisect the interval by the geometric mean,
+    because the ratio of rates matters.
 
     Args:
-        measure: gives the share of requests that met the objectives at a rate, in one repeat.
+        measure: returns the share of good requests at a rate, in one repeat.
     """
-    found = Found()
+    result = SearchResult()
     rate = settings.low
     while True:
-        point = _measure_point(settings, rate, measure)
-        found.points.append(point)
+        point = Point(rate)
+        result.points.append(point)
+        for repeat in range(settings.repeats):
+            point.shares.append(measure(rate, repeat))
+            if point.is_decided(settings):
+                break
         if point.passes(settings.share):
-            found.highest = rate
+            result.highest = rate
             if rate >= settings.high:
-                return found
+                return result
         else:
-            found.failed = rate
+            result.failed = rate
             if rate <= settings.low:
-                return found
-        if found.failed is None:
+                return result
+        if result.failed is None:
             rate = min(rate * 2, settings.high)
             continue
-        assert found.highest is not None  # the lowest rate passed, or the search is over
-        if found.failed <= found.highest * (1 + settings.resolution):
-            return found
-        rate = (found.highest * found.failed) ** 0.5
-
-
-def _measure_point(
-    settings: SearchSettings, rate: float, measure: Callable[[float, int], float]
-) -> Point:
-    point = Point(rate)
-    for repeat in range(settings.repeats):
-        point.shares.append(measure(rate, repeat))
-        if point.is_decided(settings):
-            break
-    return point
+        assert result.highest is not None  # the lowest rate passed, or the search is over
+        if result.failed <= result.highest * (1 + settings.resolution):
+            return result
+        rate = (result.highest * result.failed) ** 0.5

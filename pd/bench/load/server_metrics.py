@@ -1,4 +1,4 @@
-"""Metrics of pd's proxy and its nodes over a run: their values after it less those before."""
+"""Metrics of pd's proxy and its nodes over a run: their growth from before it to after it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pd.core.errors import SetupError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from pd.bench.load.client import Fetch
 
@@ -25,42 +25,36 @@ _TOTALS = {
     "cached_tokens": "pd_proxy_cached_tokens_total",
     "output_tokens": "pd_proxy_output_tokens_total",
 }
-# Means of a transfer, by what the nodes call them.
+# Mean times of a transfer, by the nodes' names for them.
 _TRANSFER_MEANS = ("reservation_wait", "wire", "exposed")
 _TIMEOUT = 10.0
 Samples = dict[tuple[str, str], float]
-# How many nodes a reading is of; no metric has this name.
+# Key for the number of nodes in a reading; no metric has this name.
 _NODES_READ = ("", "")
 
 
 def read_metrics(fetch: Fetch, base_url: str) -> Samples:
-    """Sums, counts and totals by name and stage of a proxy, and by name and backend those of the
-    transfers between its nodes, if all of these can be reached; empty for another server."""
-    text = _read(fetch, base_url)
+    """Read sums, counts and totals of a proxy by name and stage, and those of the transfers between
+    its nodes by name and backend, if we reach all nodes. Return nothing for another server."""
+    text = _fetch_metrics(fetch, base_url)
     if text is None:
-        return {}  # a run's own figures count without the server's
-    found = parse_metrics(text)
+        return {}  # the run's own measures are valid without the server's
+    samples = parse_metrics(text)
     workers = list(dict.fromkeys(_WORKER.findall(text)))
-    total = _read_nodes(fetch, workers) if len(workers) <= _MOST_WORKERS else None
-    if total is not None:
-        found[_NODES_READ] = len(workers)
-        # Both ends of a transfer count it.
-        found |= {key: value / 2 for key, value in total.items()}
-    return found
-
-
-def _read_nodes(fetch: Fetch, urls: Sequence[str]) -> Samples | None:
-    """Sums over all nodes; None as soon as one does not answer, since half of the truth is none."""
+    if len(workers) > _MOST_WORKERS:
+        return samples
     total = Counter[tuple[str, str]]()
-    for url in urls:
-        text = _read(fetch, url)
+    for url in workers:
+        text = _fetch_metrics(fetch, url)
         if text is None:
-            return None
+            return samples  # the sum over a part of the nodes would be wrong
         total.update(parse_metrics(text))
-    return dict(total)
+    samples[_NODES_READ] = len(workers)
+    # Both ends of a transfer count it.
+    return samples | {key: value / 2 for key, value in total.items()}
 
 
-def _read(fetch: Fetch, url: str) -> str | None:
+def _fetch_metrics(fetch: Fetch, url: str) -> str | None:
     try:
         status, text = fetch(f"{url}/metrics", timeout=_TIMEOUT)
     except SetupError:
@@ -73,10 +67,10 @@ def parse_metrics(text: str) -> Samples:
 
 
 def metrics_between(before: Mapping[Any, float], after: Mapping[Any, float]) -> dict[str, Any]:
-    """Tokens, mean time of each stage, and transfers by backend between two readings; empty without
-    any."""
+    """Return tokens, mean time of each stage, and transfers by backend between two readings; empty
+    without any of them."""
     growth = {key: value - before.get(key, 0.0) for key, value in after.items()}
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         name: growth[metric, ""] for name, metric in _TOTALS.items() if (metric, "") in growth
     }
     stages = {}
@@ -84,18 +78,18 @@ def metrics_between(before: Mapping[Any, float], after: Mapping[Any, float]) -> 
         if name == f"{_STAGES}_count" and count > 0:
             stages[stage] = round(growth.get((f"{_STAGES}_sum", stage), 0.0) / count * 1e3, 3)
     if stages:
-        found["stages_mean_ms"] = stages
+        facts["stages_mean_ms"] = stages
     backends = []
     if before.get(_NODES_READ) == after.get(_NODES_READ):
         backends = [label for name, label in growth if name == "pd_transfer_bytes_total"]
-    transfers = {backend: _transfers(growth, backend) for backend in backends}
+    transfers = {backend: _describe_transfers(growth, backend) for backend in backends}
     if any(transfers.values()):
-        found["transfers"] = {backend: row for backend, row in transfers.items() if row}
-    return found
+        facts["transfers"] = {backend: row for backend, row in transfers.items() if row}
+    return facts
 
 
-def _transfers(growth: Mapping[Any, float], backend: str) -> dict[str, float]:
-    """Transfers over a backend; empty if there were none."""
+def _describe_transfers(growth: Mapping[Any, float], backend: str) -> dict[str, float]:
+    """Describe the transfers over a backend; empty if there were none."""
 
     def grown(name: str) -> float:
         return growth.get((f"pd_transfer_{name}", backend), 0.0)

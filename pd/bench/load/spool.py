@@ -1,4 +1,4 @@
-"""Answers wait in a file until the run is over: reading them earlier would delay the others."""
+"""Keeps answers in a file until the run is over, because parsing them would delay others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Spooled(NamedTuple):
-    """Place of one answer in the file."""
+    """Place of one answer in the file, with times and sizes of its pieces."""
 
     offset: int
     times: array[float]
@@ -25,17 +25,17 @@ class Spooled(NamedTuple):
 
 
 class Spool:
-    """A file without a name, gone when the process is. Not thread-safe."""
+    """An unnamed file, which disappears with the process. Not thread-safe."""
 
     def __init__(self) -> None:
-        # Closed with the process.
+        # The process closes it when it ends.
         self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
         self._end = 0
 
-    def add(self, pieces: Sequence[Piece]) -> Spooled:
-        """Write what was received; takes the time of one copy in memory.
+    def add_pieces(self, pieces: Sequence[Piece]) -> Spooled:
+        """Write an answer, which takes as long as one copy in memory.
 
-        Raises OSError if there is no room; answers before and after it are kept all the same.
+        Raises OSError if there is no room; earlier and later answers are kept all the same.
         """
         content = b"".join(data for _, data in pieces)
         place = Spooled(
@@ -50,8 +50,8 @@ class Spool:
         self._end += len(content)
         return place
 
-    def read(self, place: Spooled) -> list[Piece]:
-        """Read an answer back. Raises SetupError if the file is shorter than what was written."""
+    def read_pieces(self, place: Spooled) -> list[Piece]:
+        """Read an answer back. Raises SetupError if the file has become shorter."""
         content = os.pread(self._file.fileno(), sum(place.sizes), place.offset)
         if len(content) != sum(place.sizes):
             raise SetupError(f"answers cannot be read back from {tempfile.gettempdir()}")

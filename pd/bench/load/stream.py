@@ -1,4 +1,4 @@
-"""HTTP answers and server-sent events, read from the pieces in which they came."""
+"""Parses HTTP answers and server-sent events from the pieces in which they arrived."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pd.bench.load.reception import Piece
 
 _BLANK_LINE = re.compile(rb"\r?\n\r?\n")
-# Longer lengths are nobody's, and Python reads no number of 5,000 digits.
+# Nobody sends a longer length, and Python refuses to parse a number of 5,000 digits.
 _LENGTH = re.compile(rb"\d{1,18}")
 _STATUS_LINE = re.compile(rb"HTTP/1\.[01] (\d{3})(?: |$)")
 
@@ -24,7 +24,7 @@ class HTTPAnswer(NamedTuple):
     Attributes:
         status: 0 if no head of an HTTP answer came.
         content_type: in lower case, without parameters.
-        body: parts of the body, each with the time at which its last byte had come.
+        body: parts of the body, each with the time at which its last byte arrived.
         complete: whether the body ended as its head announced. A body without a length ends with
             its connection, so it is always complete.
     """
@@ -40,32 +40,28 @@ class HTTPAnswer(NamedTuple):
 
 
 def parse_http(pieces: Sequence[Piece]) -> HTTPAnswer:
-    """Status and body of an answer; status 0 for what is no answer of HTTP/1.1."""
+    """Parse the status and the body of an answer; status 0 if it is not an answer of HTTP/1.1."""
     raw = b"".join(data for _, data in pieces)
     head, blank, _ = raw.partition(b"\r\n\r\n")
     lines = head.split(b"\r\n")
     status = _STATUS_LINE.match(lines[0])
     if not blank or status is None:
         return HTTPAnswer(0, "", [], False)
-    headers = _headers(lines[1:])
+    pairs = (line.partition(b":") for line in lines[1:])
+    headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
     content_type = headers.get(b"content-type", b"").partition(b";")[0].strip()
     begin = len(head) + len(blank)
     if headers.get(b"transfer-encoding", b"").lower() == b"chunked":
-        body, complete = _chunks(pieces, raw, begin)
+        body, complete = _split_chunks(pieces, raw, begin)
     else:
-        body, length = _rest(pieces, begin), headers.get(b"content-length", b"")
+        body, length = _drop_bytes(pieces, begin), headers.get(b"content-length", b"")
         complete = _LENGTH.fullmatch(length) is None or len(raw) - begin >= int(length)
     kind = content_type.decode("latin-1").lower()
     return HTTPAnswer(int(status[1]), kind, body, complete)
 
 
-def _headers(lines: Sequence[bytes]) -> dict[bytes, bytes]:
-    pairs = (line.partition(b":") for line in lines)
-    return {name.strip().lower(): value.strip() for name, _, value in pairs}
-
-
-def _chunks(pieces: Sequence[Piece], raw: bytes, offset: int) -> tuple[list[Piece], bool]:
-    """Chunks of a body and whether its last one came."""
+def _split_chunks(pieces: Sequence[Piece], raw: bytes, offset: int) -> tuple[list[Piece], bool]:
+    """Return the chunks of a body, and whether the last one came."""
     ends = list(accumulate(len(data) for _, data in pieces))
     body: list[Piece] = []
     while (line_end := raw.find(b"\r\n", offset)) >= 0:
@@ -79,13 +75,13 @@ def _chunks(pieces: Sequence[Piece], raw: bytes, offset: int) -> tuple[list[Piec
             return body, size == 0
         if begin + size > len(raw):
             break
-        # The end of the chunk came with the first piece that reaches so far.
+        # The chunk is complete with the first piece that reaches its end.
         body.append((pieces[bisect_left(ends, begin + size)][0], raw[begin : begin + size]))
     return body, False
 
 
-def _rest(pieces: Sequence[Piece], offset: int) -> list[Piece]:
-    """Pieces without the first ``offset`` bytes."""
+def _drop_bytes(pieces: Sequence[Piece], offset: int) -> list[Piece]:
+    """Drop the first ``offset`` bytes."""
     body = []
     for at, data in pieces:
         if offset < len(data):
@@ -95,7 +91,7 @@ def _rest(pieces: Sequence[Piece], offset: int) -> list[Piece]:
 
 
 def parse_events(body: Sequence[Piece]) -> Iterator[Piece]:
-    """Data of each whole server-sent event, and when its last byte had come."""
+    """Yield the data of each whole server-sent event, and when its last byte arrived."""
     raw = b"".join(data for _, data in body)
     ends = list(accumulate(len(data) for _, data in body))
     begin = 0

@@ -1,4 +1,4 @@
-"""The measured server: its address, and requests as they go over the wire."""
+"""The measured server: its address, requests for the wire, and connections."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ import functools
 import json
 import ssl
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 from pd.bench.load.reception import Reception
 from pd.bench.load.stamped import connect_stamped
+from pd.core.addresses import format_host
 from pd.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+
+R = TypeVar("R", bound=Reception)
 
 
 @dataclass(frozen=True)
@@ -23,8 +26,8 @@ class EndpointAddress:
     """The address of an endpoint.
 
     Attributes:
-        path: path of the endpoint, below that of the URL.
-        api_key: sent as a bearer token; None for none.
+        path: path of the endpoint, including the path of the URL.
+        api_key: bearer token of requests; None for none.
     """
 
     host: str
@@ -35,7 +38,7 @@ class EndpointAddress:
 
     @classmethod
     def parse(cls, url: str, path: str, api_key: str | None = None) -> EndpointAddress:
-        """Raises UsageError for an address that is none."""
+        """Parse a URL. Raises UsageError for an invalid one."""
         parts = split_url(url)
         if parts is None or parts.hostname is None:
             raise UsageError(f"--url is http://HOST:PORT or https://HOST, not {url}")
@@ -43,47 +46,47 @@ class EndpointAddress:
         where = parts.path.rstrip("/") + path
         return cls(parts.hostname, parts.port or (443 if tls else 80), tls, where, api_key)
 
-    def head(self, size: int, name: str) -> bytes:
-        """Head of a request whose body has ``size`` bytes; ``name`` becomes its X-Request-Id."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        lines = [
-            f"POST {self.path} HTTP/1.1",
-            f"Host: {host}:{self.port}",
-            "Content-Type: application/json",
-            "Accept: text/event-stream",
-            f"Content-Length: {size}",
-            f"X-Request-Id: {name}",
-            "Connection: close",
-        ]
-        if self.api_key is not None:
-            lines.append(f"Authorization: Bearer {self.api_key}")
-        return ("\r\n".join(lines) + "\r\n\r\n").encode()
-
-    def request(self, body: Mapping[str, Any], name: str) -> bytes:
-        """A request as it goes over the wire."""
+    def make_request(
+        self, body: Mapping[str, Any], name: str = "", *, keep_alive: bool = False
+    ) -> bytes:
+        """Make a request for the wire. ``name`` becomes its X-Request-Id."""
         content = json.dumps(body, separators=(",", ":")).encode()
-        return self.head(len(content), name) + content
+        headers = {
+            "Host": f"{format_host(self.host)}:{self.port}",
+            "Content-Type": "application/json",
+            "Accept": "text/event-stream",
+            "Content-Length": len(content),
+            "X-Request-Id": name,
+            "Connection": "keep-alive" if keep_alive else "close",
+            "Authorization": "" if self.api_key is None else f"Bearer {self.api_key}",
+        }
+        lines = [f"{key}: {value}\r\n" for key, value in headers.items() if value != ""]
+        return f"POST {self.path} HTTP/1.1\r\n{''.join(lines)}\r\n".encode() + content
 
     async def connect(self) -> Reception:
-        """A connection on which nothing was sent yet. Raises OSError."""
-        if not self.tls:
-            reception = Reception()
-            await connect_stamped(self.host, self.port, reception)
-            return reception
+        """Open a connection for one request. Raises OSError."""
+        if self.tls:
+            return await self.connect_unstamped(Reception)
+        reception = Reception()
+        await connect_stamped(self.host, self.port, reception)
+        return reception
+
+    async def connect_unstamped(self, make: Callable[[], R]) -> R:
+        """Open a connection whose pieces get the time at which we read them. Raises OSError."""
         loop = asyncio.get_running_loop()
-        context = tls_context()
-        _, reception = await loop.create_connection(Reception, self.host, self.port, ssl=context)
+        tls = make_tls_context() if self.tls else None
+        _, reception = await loop.create_connection(make, self.host, self.port, ssl=tls)
         return reception
 
 
 def split_url(url: str) -> SplitResult | None:
-    """Parts of an address of HTTP or HTTPS, which may lack ``http://``; None for what is none.
+    """Split an address of HTTP or HTTPS, with or without ``http://``; None for any other text.
 
     The parts have a ``hostname``, and a ``port`` that is None or at least 1.
     """
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
-        # NOTE: the port is read from the text only here, and may be none.
+        # NOTE: urlsplit parses the port only on access, and raises ValueError then.
         is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
         return None
@@ -91,7 +94,7 @@ def split_url(url: str) -> SplitResult | None:
 
 
 @functools.cache
-def tls_context() -> ssl.SSLContext:
-    """A context that trusts the authorities of this machine, or of the file ``SSL_CERT_FILE``."""
-    # NOTE: made once: it reads every certificate of the machine.
+def make_tls_context() -> ssl.SSLContext:
+    """Make a context that trusts this machine's authorities, or the file ``SSL_CERT_FILE``."""
+    # NOTE: we cache it, because making it reads every certificate of the machine.
     return ssl.create_default_context()

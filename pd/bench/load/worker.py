@@ -1,4 +1,5 @@
-"""A load process: ``python -m pd.bench.load.worker``, started by the harness, here or by ssh.
+"""A load process: ``python -m pd.bench.load.worker``, started by the harness, here or as an actor
+of a deployment.
 
 It speaks JSON lines over standard input and output:
 
@@ -23,62 +24,52 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import resource
 import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from pd import __version__
-from pd.bench.load.clocks import unix_minus_counter
 from pd.bench.load.plan import Plan
 from pd.bench.load.runner import Runner
+from pd.bench.load.stamped import unix_minus_counter
 from pd.bench.load.workload import Session
+from pd.util.descriptors import raise_file_limit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _PROGRESS_SECONDS = 1.0
+_PLANS = msgspec.json.Decoder(Plan)
 
 
 def main() -> int:
-    _raise_file_limit()
-    _send(version=__version__)
-    messages = _messages()
-    runner, warm_up = _prepare(messages)
-    start = asyncio.run(_measure(runner, warm_up, messages))
-    if start is None:
+    raise_file_limit()
+    _send_message(version=__version__)
+    messages = (json.loads(line) for line in sys.stdin.buffer)
+    runner, warm_up = _read_plan(messages)
+    if not asyncio.run(_run_schedule(runner, warm_up, messages)):
         return 1
-    for record in runner.records():
-        _send(record=record.to_json())
-    _send(load=dataclasses.asdict(runner.load.facts("")))
+    for record in runner.make_records():
+        _send_message(record=record.to_json())
+    _send_message(load=dataclasses.asdict(runner.load.describe_process("")))
     return 0
 
 
-def _messages() -> Iterator[dict[str, Any]]:
-    for line in sys.stdin.buffer:
-        yield json.loads(line)
-
-
-def _send(**message: Any) -> None:
+def _send_message(**message: Any) -> None:
     sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
 
 
-def _raise_file_limit() -> None:
-    """Let as many connections be open as the system allows."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _prepare(messages: Iterator[dict[str, Any]]) -> tuple[Runner, list[Session]]:
+def _read_plan(messages: Iterator[dict[str, Any]]) -> tuple[Runner, list[Session]]:
     plan: Plan | None = None
     sessions: list[Session] = []
     warm_up: list[Session] = []
     for message in messages:
         if "plan" in message:
-            plan = Plan.from_json(message["plan"])
+            plan = _PLANS.decode(json.dumps(message["plan"]))
         elif "session" in message:
             sessions.append(Session.from_json(message["session"]))
         elif "warm_up" in message:
@@ -88,47 +79,37 @@ def _prepare(messages: Iterator[dict[str, Any]]) -> tuple[Runner, list[Session]]
     raise SystemExit("the harness ended before it sent its whole plan")
 
 
-async def _measure(
+async def _run_schedule(
     runner: Runner, warm_up: list[Session], messages: Iterator[dict[str, Any]]
-) -> float | None:
-    """Warm up, agree on the start and run; None if the harness left before."""
-    _send(ready=True, warm_up_error=await runner.warm_up(warm_up))
-    start = _agreed_start(messages)
-    if start is None:
-        return None
+) -> bool:
+    """Warm up, agree on the start and run; return False if the harness left before."""
+    _send_message(ready=True, warm_up_error=await runner.warm_up(warm_up))
+    message: dict[str, Any] = {}
+    for message in messages:
+        if "clock" not in message:
+            break
+        _send_message(now=time.time())
+    if "start" not in message:
+        return False
+    start = float(message["start"]) - unix_minus_counter()
     loop = asyncio.get_running_loop()
-    threading.Thread(target=_wait_for_stop, args=(messages, loop, runner), daemon=True).start()
-    reporting = asyncio.create_task(_report(runner))
+
+    def wait_for_stop() -> None:
+        next(messages, None)
+        # The loop is closed if the run has ended on its own.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(runner.stop)
+
+    async def report_progress() -> None:
+        while True:
+            await asyncio.sleep(_PROGRESS_SECONDS)
+            _send_message(progress={**vars(runner.progress), "events": runner.events})
+
+    threading.Thread(target=wait_for_stop, daemon=True).start()
+    reporting = asyncio.create_task(report_progress())
     await runner.run(start)
     reporting.cancel()
-    return start
-
-
-def _agreed_start(messages: Iterator[dict[str, Any]]) -> float | None:
-    """Wait for the agreed start, on ``time.perf_counter``; None if the harness has gone."""
-    for message in messages:
-        if "clock" in message:
-            _send(now=time.time())
-        elif "start" in message:
-            return float(message["start"]) - unix_minus_counter()
-        else:
-            break
-    return None
-
-
-def _wait_for_stop(
-    messages: Iterator[dict[str, Any]], loop: asyncio.AbstractEventLoop, runner: Runner
-) -> None:
-    next(messages, None)
-    # The loop is closed if the run has ended by itself.
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(runner.stop)
-
-
-async def _report(runner: Runner) -> None:
-    while True:
-        await asyncio.sleep(_PROGRESS_SECONDS)
-        _send(progress={**vars(runner.progress), "events": runner.events})
+    return True
 
 
 if __name__ == "__main__":

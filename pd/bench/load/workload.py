@@ -1,4 +1,4 @@
-"""Sessions of turns, which are what a run sends. A plain request is a session of one turn."""
+"""The sessions of a run. A plain request is a session with one turn."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# Token ids or text, or messages of a chat.
+# Token ids, text, or the messages of a chat.
 Prompt = list[int] | str | list[dict[str, Any]]
 
 
@@ -17,11 +17,11 @@ class Turn:
     """One request.
 
     Attributes:
-        prompt: what this turn adds to the conversation; all of the prompt in the first turn.
-        num_tokens: tokens of ``prompt`` as they were planned; 0 where only the server can tell.
-        max_tokens: length of the answer at most, and with ``ignore_eos`` exactly.
-        think_time: seconds between the end of the answer before and this turn.
-        schema: JSON schema that the answer has to follow; None for free text.
+        prompt: addition of this turn to the conversation; the whole prompt in the first turn.
+        num_tokens: planned tokens of ``prompt``; 0 if only the server can count them.
+        max_tokens: most tokens of the answer; with ``ignore_eos`` its exact length.
+        think_time: seconds between the end of the previous answer and this turn.
+        schema: JSON schema for the answer; None for free text.
         extra: further fields of the request's body.
     """
 
@@ -35,14 +35,14 @@ class Turn:
 
 @dataclass(frozen=True)
 class Session:
-    """Turns that are sent one after the other.
+    """Turns that follow one another.
 
     Attributes:
         number: place in the schedule, from 0.
         arrival: seconds after the start; None: as soon as one of ``max_concurrency`` places is
             free.
-        cancel_after: seconds after each turn was sent at which its client hangs up, or None; a turn
-            that ends before goes on with the next.
+        cancel_after: seconds after sending a turn at which the client hangs up, or None. If the
+            turn ends before, the session goes on with the next.
     """
 
     number: int
@@ -59,6 +59,6 @@ class Session:
         return cls(**{**row, "turns": tuple(Turn(**turn) for turn in row["turns"])})
 
 
-def longest(turns: Sequence[Turn]) -> int:
-    """Tokens of a session's last prompt and answer, if every answer is as long as it may be."""
+def count_tokens(turns: Sequence[Turn]) -> int:
+    """Count the tokens of a session's last prompt and answer, if all answers have full length."""
     return sum(turn.num_tokens + turn.max_tokens for turn in turns)

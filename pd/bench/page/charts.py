@@ -1,4 +1,4 @@
-"""Charts of a report, drawn by matplotlib."""
+"""Charts of a report, drawn with matplotlib."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 from contextlib import contextmanager
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import matplotlib as mpl
 import numpy as np
@@ -14,7 +14,7 @@ from cycler import cycler
 from matplotlib import ticker
 from matplotlib.figure import Figure
 
-from pd.bench.load.measures import latencies
+from pd.bench.load.measures import collect_latencies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -31,10 +31,10 @@ _TITLES = {
     "tpot": "time per output token",
     "e2e": "end to end",
 }
-# In the order in which a request passes them.
+# In the order in which a request passes through them.
 _STAGES = ("queue", "bootstrap", "prefill", "transfer", "decode")
-# Stages that go on beside others.
-_BESIDE = ("bootstrap", "transfer")
+# Stages in parallel to others.
+_OVERLAPPING = ("bootstrap", "transfer")
 _GANTT_REQUESTS = 40
 _THEMES = {
     "light": {"text": "#1c2733", "line": "#c9d1d9", "back": "#ffffff"},
@@ -47,8 +47,8 @@ class Chart(NamedTuple):
     """A chart with a title and a sentence of explanation.
 
     Attributes:
-        draw: draws it into a figure.
-        size: of the figure, in inches.
+        draw: draws the chart into a figure.
+        size: size of the figure in inches.
     """
 
     name: str
@@ -57,94 +57,67 @@ class Chart(NamedTuple):
     draw: Callable[[Figure], None]
     size: tuple[float, float] = (9.0, 3.6)
 
-    def svg(self, theme: str) -> str:
-        """The chart in one of the themes ``light`` and ``dark``."""
-        with _theme(theme):
-            written = io.StringIO()
-            self._figure().savefig(written, format="svg", metadata={"Date": None})
+    def draw_svg(self, theme: str) -> str:
+        """Draw the chart in the theme ``light`` or ``dark``."""
+        written = io.StringIO()
+        self._save(written, theme, format="svg", metadata={"Date": None})
         return written.getvalue()
 
-    def png(self) -> bytes:
-        with _theme("light"):
-            written = io.BytesIO()
-            self._figure().savefig(written, format="png", dpi=150)
+    def draw_png(self) -> bytes:
+        written = io.BytesIO()
+        self._save(written, "light", format="png", dpi=150)
         return written.getvalue()
 
-    def _figure(self) -> Figure:
-        figure = Figure(figsize=self.size, layout="constrained")
-        self.draw(figure)
-        return figure
+    def _save(self, file: IO[Any], theme: str, **options: Any) -> None:
+        with _use_theme(theme):
+            figure = Figure(figsize=self.size, layout="constrained")
+            self.draw(figure)
+            figure.savefig(file, **options)
 
 
 def charts_of(runs: Sequence[ReportedRun], sweeps: Sequence[Sweep]) -> list[Chart]:
-    """The charts that these results have data for."""
+    """Return all charts with data in these results."""
     charts: list[Chart] = []
+    draw: Callable[[Figure], None]
     if runs:
-        charts.append(
-            Chart(
-                "latencies",
-                "Latencies",
-                "Share of requests (of gaps, for the inter-token latency) that waited no longer.",
-                partial(_distributions, runs),
-                (9.0, 5.4),
-            )
-        )
+        text = "Share of requests (of gaps, for the inter-token latency) that waited no longer."
+        draw = partial(_draw_distributions, runs)
+        charts.append(Chart("latencies", "Latencies", text, draw, (9.0, 5.4)))
     if len(runs) > 1:
-        charts.append(
-            Chart(
-                "throughput",
-                "Throughput against latency",
-                "Each run is a point; up and to the left is better.",
-                partial(_throughput, runs),
-            )
-        )
+        text = "Each run is a point; up and to the left is better."
+        draw = partial(_draw_throughput, runs)
+        charts.append(Chart("throughput", "Throughput against latency", text, draw))
     if sweeps:
-        charts.append(
-            Chart(
-                "goodput",
-                "Goodput against rate",
-                "Share of requests that met the objectives, the median of the runs at each rate. "
-                "Dashed lines are the highest rates that keep them.",
-                partial(_goodput, sweeps),
-            )
+        text = (
+            "Share of requests that met the objectives, as the median of the runs at each rate. "
+            "Dashed lines are the highest rates that keep them."
         )
-    charts += [
-        Chart(
-            f"stages-{run.name}",
-            f"Stages of requests: {run.name}",
-            "Where the time of some requests went. The reservation on the decode node (bootstrap) "
-            "and the transfer go on beside the prefill, so they are drawn thin.",
-            partial(_gantt, run),
-            (9.0, 5.4),
-        )
-        for run in runs
-        if any(record.stages for record in run.whole)
-    ]
+        draw = partial(_draw_goodput, sweeps)
+        charts.append(Chart("goodput", "Goodput against rate", text, draw))
+    text = (
+        "Where the time of some requests went. Bars of the reservation on the decode node "
+        "(bootstrap) and of the transfer are thin, because both overlap with the prefill."
+    )
+    for run in runs:
+        if any(record.stages for record in run.whole):
+            title = f"Stages of requests: {run.name}"
+            draw = partial(_draw_stages, run)
+            charts.append(Chart(f"stages-{run.name}", title, text, draw, (9.0, 5.4)))
     cached = [run for run in runs if any(r.cached_tokens is not None for r in run.whole)]
     if cached:
-        charts.append(
-            Chart(
-                "cache",
-                "Prompt tokens from the prefix cache",
-                "Share of all prompt tokens so far, over the run.",
-                partial(_cache, cached),
-            )
-        )
+        text = "Share of all prompt tokens so far, over the run."
+        title, draw = "Prompt tokens from the prefix cache", partial(_draw_cache, cached)
+        charts.append(Chart("cache", title, text, draw))
     if any(map(_transfer_rates, runs)):
-        charts.append(
-            Chart(
-                "transfers",
-                "Transfer rates",
-                "KV bytes that prefill nodes sent to decode nodes, by their time on the wire.",
-                partial(_transfers, runs),
-                (7.5, 1.2 + 0.4 * sum(len(_transfer_rates(run)) for run in runs)),
-            )
-        )
+        text = "KV bytes that prefill nodes sent to decode nodes, by their time on the wire."
+        draw = partial(_draw_transfers, runs)
+        height = 1.2 + 0.4 * sum(len(_transfer_rates(run)) for run in runs)
+        charts.append(Chart("transfers", "Transfer rates", text, draw, (7.5, height)))
     return charts
 
 
 @contextmanager
-def _theme(name: str) -> Iterator[None]:
+def _use_theme(name: str) -> Iterator[None]:
     colors = _THEMES[name]
     settings = {
         "text.color": colors["text"],
@@ -162,23 +135,23 @@ def _theme(name: str) -> Iterator[None]:
         "axes.spines.top": False,
         "axes.spines.right": False,
         "font.size": 9.0,
-        # Names of runs and models are no formulas.
+        # A dollar sign in the name of a run or a model starts no formula.
         "text.parse_math": False,
         "svg.fonttype": "none",
         "svg.hashsalt": "pd",
     }
-    # matplotlib's annotations list the names one by one.
+    # matplotlib's annotations list every valid name.
     with mpl.rc_context(settings):  # type: ignore[arg-type]
         yield
 
 
-def _distributions(runs: Sequence[ReportedRun], figure: Figure) -> None:
-    """Cumulative distributions, a panel for each latency."""
+def _draw_distributions(runs: Sequence[ReportedRun], figure: Figure) -> None:
+    """Draw cumulative distributions, one panel per latency."""
     shown = ("ttft", "itl", "tpot", "e2e")
     axes = figure.subplots(2, 2).flatten()
     for axis, name in zip(axes, shown, strict=True):
         for run in runs:
-            values = np.sort(np.array(latencies(run.whole)[name])) * 1e3
+            values = np.sort(np.array(collect_latencies(run.whole)[name])) * 1e3
             if len(values):
                 shares = np.arange(1, len(values) + 1) / len(values)
                 axis.step(values, shares, where="post", label=run.name)
@@ -190,24 +163,24 @@ def _distributions(runs: Sequence[ReportedRun], figure: Figure) -> None:
             axis.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
             axis.xaxis.set_minor_locator(ticker.NullLocator())
         axis.set_ylim(0, 1.01)
-    _legend(axes[0])
+    _add_legend(axes[0])
 
 
-def _throughput(runs: Sequence[ReportedRun], figure: Figure) -> None:
+def _draw_throughput(runs: Sequence[ReportedRun], figure: Figure) -> None:
     left, right = figure.subplots(1, 2)
     for axis, latency, which in ((left, "ttft", "p90"), (right, "itl", "p99")):
         for run in runs:
-            at, tokens = run.percentile(latency, which), run.measures.get("output_tokens_per_s")
-            if at is not None and tokens is not None:
-                axis.plot([at], [tokens], "o", label=run.name)
+            ms, tokens = run.get_percentile(latency, which), run.measures.get("output_tokens_per_s")
+            if ms is not None and tokens is not None:
+                axis.plot([ms], [tokens], "o", label=run.name)
         axis.set_xlabel(f"{_TITLES[latency]}, {which}, ms")
         axis.set_ylabel("output tokens/s")
         axis.set_ylim(bottom=0)
         axis.set_xlim(left=0)
-    _legend(left)
+    _add_legend(left)
 
 
-def _goodput(sweeps: Sequence[Sweep], figure: Figure) -> None:
+def _draw_goodput(sweeps: Sequence[Sweep], figure: Figure) -> None:
     axis = figure.subplots()
     for sweep in sweeps:
         for name in sweep.deployments:
@@ -225,10 +198,10 @@ def _goodput(sweeps: Sequence[Sweep], figure: Figure) -> None:
     axis.set_ylabel("share within objectives")
     axis.set_ylim(0, 1.02)
     axis.set_xlim(left=0)
-    _legend(axis)
+    _add_legend(axis)
 
 
-def _gantt(run: ReportedRun, figure: Figure) -> None:
+def _draw_stages(run: ReportedRun, figure: Figure) -> None:
     axis = figure.subplots()
     known = [record for record in run.whole if record.stages]
     step = max(1, -(-len(known) // _GANTT_REQUESTS))
@@ -239,9 +212,9 @@ def _gantt(run: ReportedRun, figure: Figure) -> None:
                 seconds * 1e3,
                 left=begin * 1e3,
                 color=_COLORS[_STAGES.index(stage)],
-                height=0.3 if stage in _BESIDE else 0.8,
+                height=0.3 if stage in _OVERLAPPING else 0.8,
                 label=stage if place == 0 else None,
-                zorder=3 if stage in _BESIDE else 2,
+                zorder=3 if stage in _OVERLAPPING else 2,
             )
         if record.ttft is not None:
             axis.plot([record.ttft * 1e3], [place], "|", color="#8a96a3", markersize=8, zorder=4)
@@ -249,12 +222,14 @@ def _gantt(run: ReportedRun, figure: Figure) -> None:
     axis.set_ylabel(f"every {step}. request" if step > 1 else "request")
     axis.invert_yaxis()
     axis.grid(visible=False, axis="y")
-    _legend(axis)
+    _add_legend(axis)
 
 
 def _stage_bars(record: Record) -> dict[str, tuple[float, float]]:
-    """Begin and length of each stage, in seconds after sending: what is before the first token from
-    the left, what is behind it from the last token on."""
+    """Return begin and length of each stage, in seconds after sending.
+
+    Stages before the first token count from the left, later ones back from the last token.
+    """
     seconds = {stage: float((record.stages or {}).get(stage) or 0.0) for stage in _STAGES}
     decoding = (record.e2e or sum(seconds.values())) - seconds["decode"]
     return {
@@ -266,7 +241,7 @@ def _stage_bars(record: Record) -> dict[str, tuple[float, float]]:
     }
 
 
-def _cache(runs: Sequence[ReportedRun], figure: Figure) -> None:
+def _draw_cache(runs: Sequence[ReportedRun], figure: Figure) -> None:
     axis = figure.subplots()
     for run in runs:
         known = [r for r in run.whole if r.cached_tokens is not None and r.prompt_tokens]
@@ -276,31 +251,31 @@ def _cache(runs: Sequence[ReportedRun], figure: Figure) -> None:
     axis.set_xlabel("seconds after the start")
     axis.set_ylabel("share")
     axis.set_ylim(0, 1.02)
-    _legend(axis)
+    _add_legend(axis)
 
 
 def _transfer_rates(run: ReportedRun) -> dict[str, float]:
-    """Gigabytes a second by backend, as far as the nodes have told."""
+    """Return gigabytes per second by backend, as far as the nodes reported them."""
     transfers = (run.summary.get("server") or {}).get("transfers") or {}
     rates = {backend: row.get("gigabytes_per_s") for backend, row in transfers.items()}
     return {backend: float(rate) for backend, rate in rates.items() if rate}
 
 
-def _transfers(runs: Sequence[ReportedRun], figure: Figure) -> None:
+def _draw_transfers(runs: Sequence[ReportedRun], figure: Figure) -> None:
     axis = figure.subplots()
-    found = {
+    rates = {
         f"{run.name}, {backend}": rate
         for run in runs
         for backend, rate in _transfer_rates(run).items()
     }
-    bars = axis.barh(list(found), list(found.values()), color=_COLORS[0])
+    bars = axis.barh(list(rates), list(rates.values()), color=_COLORS[0])
     axis.bar_label(bars, fmt="%.3g", padding=3)
     axis.set_xlabel("GB/s")
     axis.invert_yaxis()
     axis.grid(visible=False, axis="y")
 
 
-def _legend(axis: Axes) -> None:
+def _add_legend(axis: Axes) -> None:
     handles, labels = axis.get_legend_handles_labels()
     if handles:
         axis.legend(handles, labels, fontsize=8)

@@ -1,8 +1,8 @@
 """`pd-bench report`: one HTML file about runs of `pd-bench serve` and sweeps.
 
-The page needs nothing from elsewhere and follows the reader's light or dark colours: tables of all
-measures, distributions of latencies, throughput against latency, goodput against rate, stages of
-some requests, hits of the prefix cache, transfer rates, commands and machines.
+The page is self-contained and follows the reader's light or dark theme. It has tables of all
+measures, latency distributions, throughput against latency, goodput against rate, stages of some
+requests, hits of the prefix cache, transfer rates, commands and machines.
 """
 
 from __future__ import annotations
@@ -35,36 +35,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="directories of pd-bench serve --output-dir, and files of pd-bench sweep --output",
     )
     add("--output", type=Path, required=True, metavar="FILE", help="the page")
-    add("--title", default="pd-bench", help="of the page")
+    add("--title", default="pd-bench", help="title of the page")
     add("--png", type=Path, metavar="DIR", help="also write each chart as a PNG here")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read, draw and write."""
+    """Read results, draw charts and write the page."""
     try:
         from pd.bench.page.charts import charts_of
     except ModuleNotFoundError as error:
         raise SetupError(
             f"pd-bench report needs {error.name}: pip install 'pd-serve[report]'"
         ) from None
-    from pd.bench.page.html import page
+    from pd.bench.page.html import render_page
 
     check_output(args.output)
     runs, sweeps = read_results(args.results)
     charts = charts_of(runs, sweeps)
-    args.output.write_text(page(args.title, runs, sweeps, charts), encoding="utf-8")
+    args.output.write_text(render_page(args.title, runs, sweeps, charts), encoding="utf-8")
     print(f"wrote {args.output}: {len(runs)} runs, {len(sweeps)} sweeps, {len(charts)} charts")
     if args.png is not None:
         args.png.mkdir(parents=True, exist_ok=True)
         for number, chart in enumerate(charts):
-            # Names of runs are anybody's and make no paths.
+            # Anyone can choose the name of a run, so it must not reach a path unfiltered.
             name = "".join(c if c.isalnum() or c in "-_" else "_" for c in chart.name)
-            (args.png / f"{number:02}-{name}.png").write_bytes(chart.png())
+            (args.png / f"{number:02}-{name}.png").write_bytes(chart.draw_png())
     return 0
 
 
 def read_results(given: list[str]) -> tuple[list[ReportedRun], list[Sweep]]:
-    """Runs and sweeps by ``PATH`` or ``NAME=PATH``. Raises UsageError."""
+    """Read runs and sweeps, each ``PATH`` or ``NAME=PATH``. Raises UsageError."""
     from pd.bench.page.runs import read_run, read_sweep
 
     runs: list[ReportedRun] = []

@@ -1,4 +1,4 @@
-"""The page: charts as data of its own, tables, and where the numbers come from."""
+"""The report as HTML: tables, charts as data URLs, and where the numbers come from."""
 
 from __future__ import annotations
 
@@ -97,10 +97,10 @@ _FACTS = {
 }
 
 
-def page(
+def render_page(
     title: str, runs: Sequence[ReportedRun], sweeps: Sequence[Sweep], charts: Sequence[Chart]
 ) -> str:
-    """One HTML file that needs nothing from elsewhere."""
+    """Render one self-contained HTML file."""
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(
         _PAGE
     )
@@ -108,69 +108,69 @@ def page(
         title=title,
         columns=_COLUMNS,
         facts=[*_FACTS, "goodput share"],
-        runs=[_run(run) for run in runs],
-        charts=[_chart(chart) for chart in charts],
-        sources=[*map(_source, runs), *map(_sweep_source, sweeps)],
+        runs=[_describe_run(run) for run in runs],
+        charts=[
+            {
+                "title": chart.title,
+                "text": chart.text,
+                "light": _encode_base64(chart.draw_svg("light")),
+                "dark": _encode_base64(chart.draw_svg("dark")),
+            }
+            for chart in charts
+        ],
+        sources=[*map(_describe_source, runs), *map(_describe_sweep, sweeps)],
     )
 
 
-def _chart(chart: Chart) -> dict[str, str]:
-    return {
-        "title": chart.title,
-        "text": chart.text,
-        "light": _base64(chart.svg("light")),
-        "dark": _base64(chart.svg("dark")),
-    }
-
-
-def _base64(text: str) -> str:
+def _encode_base64(text: str) -> str:
     return base64.b64encode(text.encode()).decode()
 
 
-def _run(run: ReportedRun) -> dict[str, Any]:
+def _describe_run(run: ReportedRun) -> dict[str, Any]:
     goodput = run.measures.get("goodput") or {}
     facts = [run.measures.get(name) for name in _FACTS.values()]
+    latencies = []
+    for name in LATENCIES:
+        row = run.measures.get(f"{name}_ms") or {}
+        cells = [_format_number(row.get(key)) for key in ("count", *_COLUMNS)]
+        latencies.append({"name": name, "cells": cells})
+    leaves = _flatten(run.summary.get("server"))
     return {
         "name": run.name,
         "faults": run.faults,
-        "facts": [_number(value) for value in [*facts, goodput.get("share")]],
-        "latencies": [_latency(run, name) for name in LATENCIES],
-        "server": [(name, _number(value)) for name, value in _flat(run.summary.get("server"))],
+        "facts": [_format_number(value) for value in [*facts, goodput.get("share")]],
+        "latencies": latencies,
+        "server": [(name, _format_number(value)) for name, value in leaves],
     }
 
 
-def _latency(run: ReportedRun, name: str) -> dict[str, Any]:
-    found = run.measures.get(f"{name}_ms") or {}
-    return {"name": name, "cells": [_number(found.get(key)) for key in ("count", *_COLUMNS)]}
-
-
-def _number(value: object) -> str:
+def _format_number(value: object) -> str:
     if isinstance(value, float):
         return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
     return "" if value is None else str(value)
 
 
-def _flat(value: object, name: str = "") -> list[tuple[str, object]]:
-    """The leaves of nested objects, by their ways."""
+def _flatten(value: object, name: str = "") -> list[tuple[str, object]]:
+    """List the leaves of nested objects with their paths."""
     if not isinstance(value, dict):
         return [(name, value)] if name else []
     return [
         leaf
         for key, inside in value.items()
-        for leaf in _flat(inside, f"{name} {key}".strip().replace("_", " "))
+        for leaf in _flatten(inside, f"{name} {key}".strip().replace("_", " "))
     ]
 
 
-def _source(run: ReportedRun) -> dict[str, str]:
+def _describe_source(run: ReportedRun) -> dict[str, str]:
     summary = run.summary
     machine = ", ".join(f"{name} {value}" for name, value in (summary.get("machine") or {}).items())
     rest = f"commit {summary.get('commit')}, {summary.get('date')}; client: {machine}"
     return {"name": run.name, "command": str(summary.get("command", "")), "rest": rest}
 
 
-def _sweep_source(sweep: Sweep) -> dict[str, str]:
-    found = ", ".join(
+def _describe_sweep(sweep: Sweep) -> dict[str, str]:
+    rates = ", ".join(
         f"{name}: {'none of the rates' if rate is None else f'{rate:g} requests/s'}"
         for name, rate in sweep.highest.items()
     )
-    return {"name": "sweep", "command": sweep.command, "rest": f"highest rates: {found}"}
+    return {"name": "sweep", "command": sweep.command, "rest": f"highest rates: {rates}"}

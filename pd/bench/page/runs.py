@@ -1,4 +1,4 @@
-"""Result files of `pd-bench serve` and `pd-bench sweep`, as a report needs them."""
+"""Reads the result files of `pd-bench serve` and `pd-bench sweep` for a report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-# Larger files are no summaries.
+# A larger file cannot be a summary.
 _MAX_BYTES = 256 << 20
 
 
@@ -22,8 +22,8 @@ class ReportedRun:
     """One run of a load: its summary and its requests.
 
     Attributes:
-        name: as the report calls it.
-        records: of all requests, in the order in which they were due.
+        name: name in the report.
+        records: all requests, in the order in which they were due.
     """
 
     name: str
@@ -32,29 +32,29 @@ class ReportedRun:
 
     @property
     def whole(self) -> list[Record]:
-        """Requests that were answered to their end."""
+        """Requests with a complete answer."""
         return [record for record in self.records if record.status == OK]
 
     @property
     def faults(self) -> list[str]:
-        """Why its measures say nothing of the server; empty if they do."""
+        """Why the measures say nothing about the server; empty if they do."""
         partial = why_partial(self.summary)
         return [*(self.summary.get("complaints") or []), *([] if partial is None else [partial])]
 
     @property
     def measures(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.summary.get("measures") or {}
-        return found
+        measures: dict[str, Any] = self.summary.get("measures") or {}
+        return measures
 
-    def percentile(self, latency: str, which: str) -> float | None:
-        """A percentile of a latency in milliseconds, such as ``("ttft", "p50")``; or None."""
+    def get_percentile(self, latency: str, which: str) -> float | None:
+        """Return a percentile of a latency, such as ``("ttft", "p50")``, in milliseconds."""
         value = (self.measures.get(f"{latency}_ms") or {}).get(which)
         return None if value is None else float(value)
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Rates that were tried on deployments, one row a run, and the highest rate of each."""
+    """Tried rates of deployments, one row per run, and the highest rate of each."""
 
     command: str
     rows: list[dict[str, Any]]
@@ -66,7 +66,7 @@ class Sweep:
 
 
 def why_partial(summary: Mapping[str, Any]) -> str | None:
-    """Why the ``summary.json`` of a run under load is of a part of it; None for a whole run."""
+    """Return why the ``summary.json`` of a run covers only a part of it; None for a whole run."""
     missing = (summary.get("notes") or {}).get("records_missing_from")
     if missing:
         return f"records of load process {', '.join(map(str, missing))} are missing"
@@ -74,8 +74,8 @@ def why_partial(summary: Mapping[str, Any]) -> str | None:
 
 
 def read_run(directory: Path, name: str) -> ReportedRun:
-    """A directory that `pd-bench serve --output-dir` wrote. Raises UsageError for another."""
-    summary = _read(directory / "summary.json")
+    """Read a directory of `pd-bench serve --output-dir`. Raises UsageError for any other."""
+    summary = _read_json(directory / "summary.json")
     if not isinstance(summary.get("measures"), dict):
         raise UsageError(f"{directory / 'summary.json'} has no 'measures'; it is of no load run")
     try:
@@ -86,8 +86,8 @@ def read_run(directory: Path, name: str) -> ReportedRun:
 
 
 def read_sweep(file: Path) -> Sweep:
-    """A file that `pd-bench sweep --output` wrote. Raises UsageError for another."""
-    report = _read(file)
+    """Read a file of `pd-bench sweep --output`. Raises UsageError for any other."""
+    report = _read_json(file)
     rows = report.get("results")
     if not isinstance(rows, list) or not all(
         isinstance(row, dict) and "deployment" in row for row in rows
@@ -100,7 +100,7 @@ def read_sweep(file: Path) -> Sweep:
     )
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read_json(file: Path) -> dict[str, Any]:
     try:
         if file.stat().st_size > _MAX_BYTES:
             raise UsageError(f"{file} has more than {_MAX_BYTES >> 20} MiB; it is no summary")

@@ -1,4 +1,4 @@
-"""Messages between rank 0 and its workers, over a socket pair that a worker inherits."""
+"""Messages between rank 0 and its workers, over a socket pair that each worker inherits."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 
 from pd.core.node_info import Plane
 from pd.engine.draft_tree import DraftTree
-from pd.engine.model_runner import ForwardItem
-from pd.kernels.paging import page_count
+from pd.engine.forward_item import ForwardItem
+from pd.kernels.paging import count_needed_pages
 
 if TYPE_CHECKING:
     import socket
@@ -26,10 +26,10 @@ class StartWorker(msgspec.Struct, tag=True):
     """First message to a worker.
 
     Attributes:
-        settings: the settings of the node from which an engine is built, by name.
-        extra_planes: planes of the KV beside the model's.
-        rendezvous: file in a private directory, through which the devices find each other.
-        threads: number of threads that compute on a CPU.
+        settings: the node's settings for building an engine, by name.
+        extra_planes: planes of the KV in addition to the model's.
+        rendezvous: file in a private directory. The devices find each other through it.
+        threads: number of compute threads on a CPU.
         log_level: level of the root logger.
     """
 
@@ -43,22 +43,22 @@ class StartWorker(msgspec.Struct, tag=True):
 
 
 class Joining(msgspec.Struct, tag=True):
-    """A worker reports that it is about to join the process group."""
+    """Sent by a worker that is about to join the process group."""
 
 
 class PageCapacity(msgspec.Struct, tag=True):
-    """A worker reports the pages that it has memory for; rank 0 answers with the least of all
-    ranks."""
+    """The number of pages for which a worker has memory. Rank 0 answers with the smallest number of
+    all ranks."""
 
     num_pages: int
 
 
 class Built(msgspec.Struct, tag=True):
-    """A worker reports that it is ready for steps.
+    """Sent by a worker that is ready for steps.
 
     Attributes:
-        handle, offset: where its pool lies, for :class:`pd.kernels.cuda_ipc.CudaIpc`, if the node
-            has transfers; empty on a CPU, where the pool lies in the file that rank 0 made.
+        handle, offset: location of its pool for :class:`pd.kernels.cuda_ipc.CudaIpc`, if the node
+            has transfers. Empty on a CPU, where the pool lies in rank 0's file.
     """
 
     handle: bytes = b""
@@ -66,7 +66,7 @@ class Built(msgspec.Struct, tag=True):
 
 
 class RankFailed(msgspec.Struct, tag=True):
-    """Last message of a worker that ends: the reason."""
+    """Last message of a worker: the reason why it ends."""
 
     reason: str
 
@@ -75,10 +75,13 @@ class ForwardStep(msgspec.Struct, tag=True):
     """A forward pass, for all workers. Numbers are int32 arrays as bytes.
 
     Attributes:
-        starts, lengths, num_logits: those of each item; ``num_pages`` is the size of its page
-        table, ``num_tree`` that of its tree, or -1 for None, and ``reread`` is 0 or 1.
-        token_ids, pages, trees: those of all items, one item after the other.
-        num_previous: tokens sampled before, which rank 0 broadcasts first; 0 if none are needed.
+        starts, lengths, num_logits: of each item.
+        num_pages: size of each item's page table.
+        num_tree: size of each item's tree, or -1 for None.
+        reread: 0 or 1 for each item.
+        token_ids, pages, trees: of all items, one item after the other.
+        num_previous: number of previously sampled tokens, which rank 0 broadcasts first; 0 if none
+            are needed.
     """
 
     starts: bytes
@@ -93,43 +96,46 @@ class ForwardStep(msgspec.Struct, tag=True):
     num_previous: int
 
     @classmethod
-    def of(cls, items: Sequence[ForwardItem], page_size: int, num_previous: int) -> ForwardStep:
+    def pack_items(
+        cls, items: Sequence[ForwardItem], page_size: int, num_previous: int
+    ) -> ForwardStep:
         """Pack a step, with the part of the page tables that it touches."""
         tables = [
-            item.pages[: page_count(item.start + len(item.token_ids), page_size)] for item in items
+            item.pages[: count_needed_pages(item.start + len(item.token_ids), page_size)]
+            for item in items
         ]
         return cls(
-            packed([item.start for item in items]),
-            packed([len(item.token_ids) for item in items]),
-            packed([item.num_logits for item in items]),
-            packed([len(table) for table in tables]),
-            packed([-1 if item.tree is None else item.tree.size for item in items]),
-            packed([item.reread for item in items]),
-            packed(np.concatenate([item.token_ids for item in items])),
-            packed(np.concatenate(tables)),
-            b"".join(packed(item.tree.parents) for item in items if item.tree is not None),
+            pack_ints([item.start for item in items]),
+            pack_ints([len(item.token_ids) for item in items]),
+            pack_ints([item.num_logits for item in items]),
+            pack_ints([len(table) for table in tables]),
+            pack_ints([-1 if item.tree is None else item.tree.size for item in items]),
+            pack_ints([item.reread for item in items]),
+            pack_ints(np.concatenate([item.token_ids for item in items])),
+            pack_ints(np.concatenate(tables)),
+            b"".join(pack_ints(item.tree.parents) for item in items if item.tree is not None),
             num_previous,
         )
 
-    def items(self) -> list[ForwardItem]:
-        """Unpack the items that :meth:`of` packed; a carried state is a matter of rank 0."""
-        token_ids, pages = unpacked(self.token_ids), unpacked(self.pages)
-        lengths, num_pages = unpacked(self.lengths), unpacked(self.num_pages)
+    def unpack_items(self) -> list[ForwardItem]:
+        """Unpack the items. Only rank 0 needs their carried states, so these are not packed."""
+        token_ids, pages = unpack_ints(self.token_ids), unpack_ints(self.pages)
+        lengths, num_pages = unpack_ints(self.lengths), unpack_ints(self.num_pages)
         token_ends, page_ends = np.cumsum(lengths).tolist(), np.cumsum(num_pages).tolist()
-        trees, num_tree = unpacked(self.trees), unpacked(self.num_tree)
+        trees, num_tree = unpack_ints(self.trees), unpack_ints(self.num_tree)
         tree_ends = np.cumsum(np.maximum(num_tree, 0)).tolist()
         rows = zip(
-            unpacked(self.starts).tolist(),
+            unpack_ints(self.starts).tolist(),
             lengths.tolist(),
             token_ends,
             num_pages.tolist(),
             page_ends,
-            unpacked(self.num_logits).tolist(),
+            unpack_ints(self.num_logits).tolist(),
             [
                 None if n < 0 else DraftTree(trees[e - n : e])
                 for n, e in zip(num_tree.tolist(), tree_ends, strict=True)
             ],
-            unpacked(self.reread).tolist(),
+            unpack_ints(self.reread).tolist(),
             strict=True,
         )
         return [
@@ -141,21 +147,21 @@ class ForwardStep(msgspec.Struct, tag=True):
 
 
 class MoveTokens(msgspec.Struct, tag=True):
-    """Lets all workers move KV of tokens: rank 0 broadcasts ``count`` slots to read and as many to
-    write."""
+    """Tells all workers to move KV of tokens: rank 0 broadcasts ``count`` slots to read and
+    ``count`` slots to write."""
 
     count: int
 
 
 class SavePages(msgspec.Struct, tag=True):
-    """Lets all workers copy pages to host memory."""
+    """Tells all workers to copy pages to host memory."""
 
     key: int
     pages: bytes
 
 
 class RestorePages(msgspec.Struct, tag=True):
-    """Lets all workers write saved pages, from the saved page ``first`` on, into ``pages``."""
+    """Tells all workers to write saved pages, from the saved page ``first`` on, into ``pages``."""
 
     key: int
     pages: bytes
@@ -163,7 +169,7 @@ class RestorePages(msgspec.Struct, tag=True):
 
 
 class ForgetPages(msgspec.Struct, tag=True):
-    """Lets all workers drop saved pages."""
+    """Tells all workers to drop saved pages."""
 
     key: int
 
@@ -183,44 +189,44 @@ RankMessage = (
 _decoder = msgspec.msgpack.Decoder(RankMessage)
 
 
-def packed(values: npt.ArrayLike) -> bytes:
+def pack_ints(values: npt.ArrayLike) -> bytes:
     """Encode int32 numbers for a message."""
     return np.asarray(values, dtype="<i4").tobytes()
 
 
-def unpacked(data: bytes) -> npt.NDArray[np.int32]:
-    """Decode the result of :func:`packed`; the array is read-only."""
+def unpack_ints(data: bytes) -> npt.NDArray[np.int32]:
+    """Decode the result of :func:`pack_ints`. The array is read-only."""
     return np.frombuffer(data, dtype="<i4")
 
 
 class RankChannel:
-    """Messages over a connected stream socket, which it owns. One thread may send and another
-    receive."""
+    """Messages over a connected stream socket, which it owns. One thread may send while another
+    receives."""
 
     def __init__(self, connected: socket.socket) -> None:
         self.socket = connected
         self._encoder = msgspec.msgpack.Encoder()
 
-    def encode(self, message: RankMessage) -> bytes:
-        """Encode a message for :meth:`send_encoded`, which may send it over several channels."""
+    def encode_message(self, message: RankMessage) -> bytes:
+        """Encode a message. :meth:`send_encoded` can send the result over several channels."""
         body = self._encoder.encode(message)
         return _LENGTH.pack(len(body)) + body
 
-    def send(self, message: RankMessage) -> None:
-        """Send a message, waiting for room; raises OSError when the other end is gone."""
-        self.send_encoded(self.encode(message))
+    def send_message(self, message: RankMessage) -> None:
+        """Send a message, waiting for room. Raises OSError if the other end is gone."""
+        self.send_encoded(self.encode_message(message))
 
     def send_encoded(self, data: bytes) -> None:
-        """Send an encoded message as :meth:`send` does."""
+        """Send an encoded message like :meth:`send_message`."""
         self.socket.sendall(data)
 
-    def receive(self) -> RankMessage:
-        """Return the next message; raises EOFError when the other end is gone."""
-        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
-        message: RankMessage = _decoder.decode(self._read(length))
+    def receive_message(self) -> RankMessage:
+        """Return the next message. Raises EOFError if the other end is gone."""
+        (length,) = _LENGTH.unpack(self._read_bytes(_LENGTH.size))
+        message: RankMessage = _decoder.decode(self._read_bytes(length))
         return message
 
-    def _read(self, length: int) -> bytearray:
+    def _read_bytes(self, length: int) -> bytearray:
         data = bytearray(length)
         view = memoryview(data)
         while view:
@@ -234,5 +240,5 @@ class RankChannel:
         return data
 
     def close(self) -> None:
-        """Close the socket; the other end reads EOF."""
+        """Close the socket. The other end reads EOF."""
         self.socket.close()

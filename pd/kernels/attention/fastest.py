@@ -1,4 +1,4 @@
-"""The backend that ``auto`` chooses where FlashInfer and Triton both work."""
+"""The backend that ``auto`` chooses if FlashInfer and Triton both work."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 class FastestAttention(FlashInferAttention):
     """Attention by FlashInfer outside of CUDA graphs, and by our Triton kernel in graphs of decode
-    steps: each is the faster of the two there on an H200, but for one long sequence
-    (``benchmarks/attention.py`` measures both). Graphs of mixed steps, and those that verify and
-    draft, are Triton's alone."""
+    steps. Each is the faster one there on an H200, except for one long sequence
+    (``benchmarks/attention.py`` measures both). Only Triton has graphs of mixed steps and graphs
+    that verify and draft."""
 
     name = "flashinfer+triton"
 
@@ -29,16 +29,16 @@ class FastestAttention(FlashInferAttention):
         super().__init__(pool, num_heads)
         self._triton = TritonAttention(pool, num_heads)
 
-    def decode_graph(self, rows: int, max_context: int) -> DecodeAttention:
-        return self._triton.decode_graph(rows, max_context)
+    def make_decode_graph(self, rows: int, max_context: int) -> DecodeAttention:
+        return self._triton.make_decode_graph(rows, max_context)
 
-    def verify_graph(self, rows: int, max_context: int) -> VerifyAttention:
-        return self._triton.verify_graph(rows, max_context)
+    def make_verify_graph(self, rows: int, max_context: int) -> VerifyAttention:
+        return self._triton.make_verify_graph(rows, max_context)
 
-    def mixed_graph(
+    def make_mixed_graph(
         self, tokens: int, singles: int, chunks: int, max_context: int
     ) -> MixedAttention:
-        return self._triton.mixed_graph(tokens, singles, chunks, max_context)
+        return self._triton.make_mixed_graph(tokens, singles, chunks, max_context)
 
-    def draft_graph(self, rows: int, max_context: int) -> DraftAttention:
-        return self._triton.draft_graph(rows, max_context)
+    def make_draft_graph(self, rows: int, max_context: int) -> DraftAttention:
+        return self._triton.make_draft_graph(rows, max_context)

@@ -18,11 +18,11 @@ class ListedBackend(NamedTuple):
     """One line of the table.
 
     Attributes:
-        location: ``module:class`` of the :class:`pd.kernels.attention.base.AttentionBackend`,
+        location: ``module:class`` of the :class:`pd.kernels.attention.base.AttentionBackend`. It is
             imported when the backend is chosen.
         library: Python package that it needs, along with a GPU; empty for a backend that works
             everywhere.
-        dtypes, head_dims: the only ones that it has; empty if it has all.
+        dtypes, head_dims: the supported ones; empty if all are.
     """
 
     location: str
@@ -31,7 +31,8 @@ class ListedBackend(NamedTuple):
     head_dims: tuple[int, ...] = ()
 
 
-# The best first. ``pd.core.config.ATTENTION_BACKENDS`` has the same names for the command line.
+# The best comes first. ``pd.core.config.ATTENTION_BACKENDS`` has the same names for the command
+# line.
 BACKENDS: dict[str, ListedBackend] = {
     "flashinfer": ListedBackend(
         "pd.kernels.attention.flashinfer_backend:FlashInferAttention",
@@ -44,7 +45,7 @@ BACKENDS: dict[str, ListedBackend] = {
     ),
     "torch": ListedBackend("pd.kernels.attention.torch_backend:TorchAttention"),
 }
-# Chosen by ``auto`` where FlashInfer and Triton are both usable.
+# Chosen by ``auto`` if FlashInfer and Triton are both usable.
 _FASTEST = ListedBackend("pd.kernels.attention.fastest:FastestAttention")
 
 
@@ -54,41 +55,41 @@ def find_attention_backend(
     """Return the class called ``name``; ``auto`` picks the best that is available and fits.
 
     Raises:
-        UsageError: the backend is missing or does not fit; the message names those that would.
+        UsageError: the backend is missing or does not fit; the message names alternatives.
     """
     obstacles = {
-        known: _obstacle(listed, device, dtype, head_dim) for known, listed in BACKENDS.items()
+        known: _find_obstacle(listed, device, dtype, head_dim) for known, listed in BACKENDS.items()
     }
     usable = [known for known, obstacle in obstacles.items() if not obstacle]
     if name == "auto":
         both = {"flashinfer", "triton"}.issubset(usable)
-        return _load(_FASTEST if both else BACKENDS[usable[0]])
+        return _load_backend(_FASTEST if both else BACKENDS[usable[0]])
     obstacle = obstacles.get(name, "there is no such backend")
     if obstacle:
         raise UsageError(
             f"attention backend {name!r} is not available here ({obstacle}); "
             f"use one of: {', '.join(['auto', *usable])}"
         )
-    return _load(BACKENDS[name])
+    return _load_backend(BACKENDS[name])
 
 
 def make_attention_backend(name: str, pool: PagedKV, num_heads: int) -> AttentionBackend:
     """Make the backend called ``name`` over ``pool``; see :func:`find_attention_backend`."""
-    sample = pool.key(0)
+    sample = pool.get_keys(0)
     backend = find_attention_backend(name, sample.device, sample.dtype, sample.shape[-1])
     return backend(pool, num_heads)
 
 
-def _load(listed: ListedBackend) -> type[AttentionBackend]:
+def _load_backend(listed: ListedBackend) -> type[AttentionBackend]:
     module, _, name = listed.location.partition(":")
     found: type[AttentionBackend] = getattr(importlib.import_module(module), name)
     return found
 
 
-def _obstacle(
+def _find_obstacle(
     listed: ListedBackend, device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> str:
-    """Say why a backend cannot be used; an empty string if it can."""
+    """Return why a backend cannot be used; an empty string if it can."""
     if not listed.library:
         return ""
     if device.type != "cuda":

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from pd.kernels.attention.base import AttentionBackend, AttentionBatch, PagedKV
 from pd.kernels.attention.page_tables import PageTables
 from pd.kernels.attention.torch_draft import TorchDraft
-from pd.kernels.attention.trees import branching, tree_masks
+from pd.kernels.attention.trees import find_trees, pack_trees
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
     from pd.kernels.attention.base import DraftAttention, Int64Array
 
-# Queries of a chunk are attended in blocks of this many, which bounds the mask's memory and skips
-# most of the keys that causality hides.
+# Number of queries of a chunk to attend at a time. This limits the memory of the mask and skips
+# most of the keys hidden by causality.
 QUERY_BLOCK = 256
 # Sequences share a padded decode batch while the longest is within this factor (and slack) of the
-# shortest, so that one long sequence does not pad all.
+# shortest. So one long sequence does not pad all.
 BUCKET_FACTOR = 1.5
 BUCKET_SLACK = 128
 
@@ -34,9 +34,10 @@ BUCKET_SLACK = 128
 class _DecodeBucket:
     """Sequences with one new token each, attended as one padded batch.
 
-    ``rows``: their rows among the step's tokens, or None if they are all of them in order.
-    ``pages``: int64 ``[sequences * pages per sequence]``. ``mask``: additive
-    ``[sequences, 1, 1, padded length]``, or None if nothing is padded.
+    Attributes:
+        rows: their rows among the step's tokens, or None if they are all of them in order.
+        pages: int64 ``[sequences * pages per sequence]``.
+        mask: additive ``[sequences, 1, 1, padded length]``, or None if nothing is padded.
     """
 
     rows: torch.Tensor | None
@@ -49,7 +50,8 @@ class _DecodeBucket:
 class _Chunk:
     """Several new tokens of one sequence: rows ``[first, stop)``, context ``start``.
 
-    ``tree``: additive mask ``[tokens, start + tokens]`` of a tree.
+    Attributes:
+        tree: additive mask ``[tokens, start + tokens]`` of a tree.
     """
 
     first: int
@@ -62,15 +64,15 @@ class _Chunk:
 class TorchAttention(AttentionBackend):
     """Gathers pages and calls ``scaled_dot_product_attention``.
 
-    Decode steps of similar length form one padded batch; each chunk of several tokens is attended
-    by itself, so that its rows do not depend on what else is in the step.
+    Decode steps of similar length form one padded batch. Each chunk of several tokens is attended
+    alone, so its rows do not depend on the rest of the step.
     """
 
     name = "torch"
 
     def __init__(self, pool: PagedKV, num_heads: int) -> None:
         self.pool = pool
-        sample = pool.key(0)
+        sample = pool.get_keys(0)
         self._device, self._dtype = sample.device, sample.dtype
         self.slots = torch.empty(0, dtype=torch.int64)
         self._stale: torch.Tensor | None = None
@@ -83,51 +85,51 @@ class TorchAttention(AttentionBackend):
         tables = PageTables(batch.pages, totals, self.pool.page_size)
         firsts = np.cumsum(batch.lengths) - batch.lengths
         everyone = np.arange(len(totals))
-        self.slots = self._tensor(tables.slots(everyone, batch.starts, batch.lengths))
+        self.slots = self._to_tensor(tables.find_slots(everyone, batch.starts, batch.lengths))
         single = batch.lengths == 1
         decode = np.flatnonzero(single)
-        # The mask hides the rest of a last page, but values of an earlier owner there may be
-        # infinite or NaN, which a weight of zero does not hide.
-        stale = tables.slots(decode, totals[decode], -totals[decode] % tables.page_size)
-        self._stale = self._tensor(stale) if len(stale) else None
+        # The mask hides the rest of a last page. But values of an earlier owner there may be
+        # infinite or NaN, and a weight of zero does not hide those.
+        stale = tables.find_slots(decode, totals[decode], -totals[decode] % tables.page_size)
+        self._stale = self._to_tensor(stale) if len(stale) else None
         self._buckets = [
-            self._bucket(members, totals, firsts, tables, int(batch.lengths.sum()))
-            for members in _bucketed(decode[np.argsort(totals[decode], kind="stable")], totals)
+            self._make_bucket(members, totals, firsts, tables, int(batch.lengths.sum()))
+            for members in _split_buckets(decode[np.argsort(totals[decode], kind="stable")], totals)
         ]
         self._chunks = []
-        tree, masks = branching(batch.lengths, batch.trees), np.empty(0, np.int64)
+        tree, masks = find_trees(batch.lengths, batch.trees), np.empty(0, np.int64)
         if tree.any():
-            masks = tree_masks(batch.lengths, batch.trees)
+            masks = pack_trees(batch.lengths, batch.trees)
         for i in np.flatnonzero(~single):
             first, start, length = int(firsts[i]), int(batch.starts[i]), int(batch.lengths[i])
-            pages = self._tensor(tables.table(i))
+            pages = self._to_tensor(tables.get_table(i))
             stop = first + length
-            mask = self._tree_mask(start, masks[first:stop]) if tree[i] else None
+            mask = self._make_tree_mask(start, masks[first:stop]) if tree[i] else None
             self._chunks.append(_Chunk(first, stop, start, pages, mask))
-        self._causal = self._causal_mask(
+        self._causal = self._make_causal_mask(
             [chunk for chunk in self._chunks if chunk.start and chunk.tree is None]
         )
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        keys, values = self.pool.key(layer), self.pool.value(layer)
+        keys, values = self.pool.get_keys(layer), self.pool.get_values(layer)
         if self._stale is not None:
             keys.index_fill_(0, self._stale, 0)
             values.index_fill_(0, self._stale, 0)
         if len(self._buckets) == 1 and self._buckets[0].rows is None:
-            return self._decode(self._buckets[0], q, keys, values)
+            return self._attend_bucket(self._buckets[0], q, keys, values)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for bucket in self._buckets:
             assert bucket.rows is not None
-            attended = self._decode(bucket, q.index_select(0, bucket.rows), keys, values)
+            attended = self._attend_bucket(bucket, q.index_select(0, bucket.rows), keys, values)
             out.index_copy_(0, bucket.rows, attended)
         for chunk in self._chunks:
             self._attend_chunk(chunk, q, k, v, keys, values, out)
         return out
 
-    def draft_graph(self, rows: int, max_context: int) -> DraftAttention:
+    def make_draft_graph(self, rows: int, max_context: int) -> DraftAttention:
         return TorchDraft(self.pool, rows)
 
-    def _bucket(
+    def _make_bucket(
         self,
         members: Int64Array,
         totals: Int64Array,
@@ -136,26 +138,30 @@ class TorchAttention(AttentionBackend):
         num_tokens: int,
     ) -> _DecodeBucket:
         lengths, rows = totals[members], firsts[members]
-        pages = tables.padded(members)
+        pages = tables.pad_tables(members)
         mask = None
         width = pages.shape[1] * tables.page_size
         if int(lengths.min()) < width:
-            hidden = self._tensor(np.arange(width) >= lengths[:, None])
-            mask = _additive(hidden, self._dtype)[:, None, None, :]
+            hidden = self._to_tensor(np.arange(width) >= lengths[:, None])
+            mask = _make_additive_mask(hidden, self._dtype)[:, None, None, :]
         in_order = len(rows) == num_tokens and bool((rows[1:] > rows[:-1]).all())
         return _DecodeBucket(
-            None if in_order else self._tensor(rows), self._tensor(pages.ravel()), mask, len(rows)
+            None if in_order else self._to_tensor(rows),
+            self._to_tensor(pages.ravel()),
+            mask,
+            len(rows),
         )
 
-    def _decode(
+    def _attend_bucket(
         self, bucket: _DecodeBucket, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
-        """``q``: ``[sequences, heads, head_dim]``. The heads of a group are SDPA's query dimension:
-        with one token per sequence they all see the same keys, and K and V need no repetition."""
+        """Attend a bucket; ``q`` is ``[sequences, heads, head_dim]``. We use the heads of a group
+        as SDPA's query dimension: with one token per sequence they all see the same keys, and K and
+        V need no repetition."""
         kv_heads, head_dim = keys.shape[1:]
         grouped = q.view(bucket.size, kv_heads, -1, head_dim)
-        k = self._gather(keys, bucket.pages).view(bucket.size, -1, kv_heads, head_dim)
-        v = self._gather(values, bucket.pages).view(bucket.size, -1, kv_heads, head_dim)
+        k = self._gather_pages(keys, bucket.pages).view(bucket.size, -1, kv_heads, head_dim)
+        v = self._gather_pages(values, bucket.pages).view(bucket.size, -1, kv_heads, head_dim)
         out = scaled_dot_product_attention(
             grouped, k.transpose(1, 2), v.transpose(1, 2), attn_mask=bucket.mask
         )
@@ -174,15 +180,15 @@ class TorchAttention(AttentionBackend):
         kv_heads, head_dim = k.shape[1:]
         group = q.shape[1] // kv_heads
         rows = slice(chunk.first, chunk.stop)
-        # [kv heads, group, tokens, head_dim]; the group's K and V are views of the same memory.
+        # [kv heads, group, tokens, head_dim]. The K and V of a group are views of the same memory.
         query = q[rows].view(-1, kv_heads, group, head_dim).permute(1, 2, 0, 3)
         result = out[rows].view(-1, kv_heads, group, head_dim).permute(1, 2, 0, 3)
         if chunk.start == 0 and chunk.tree is None:
-            k, v = _per_group(k[rows], group), _per_group(v[rows], group)
+            k, v = _repeat_heads(k[rows], group), _repeat_heads(v[rows], group)
             result.copy_(scaled_dot_product_attention(query, k, v, is_causal=True))
             return
-        k = _per_group(self._gather(keys, chunk.pages), group)
-        v = _per_group(self._gather(values, chunk.pages), group)
+        k = _repeat_heads(self._gather_pages(keys, chunk.pages), group)
+        v = _repeat_heads(self._gather_pages(values, chunk.pages), group)
         length = chunk.stop - chunk.first
         if chunk.tree is not None:
             seen = chunk.start + length
@@ -205,14 +211,14 @@ class TorchAttention(AttentionBackend):
                 query[:, :, first:stop], k[:, :, :seen], v[:, :, :seen], attn_mask=mask
             )
 
-    def _tree_mask(self, start: int, masks: Int64Array) -> torch.Tensor:
-        """``masks``: those of the tree's tokens."""
+    def _make_tree_mask(self, start: int, masks: Int64Array) -> torch.Tensor:
+        """Make the additive mask of a tree; ``masks`` are those of its tokens."""
         tree = masks[:, None] >> np.arange(len(masks)) & 1
         hidden = np.concatenate([np.zeros((len(masks), start), np.int64), 1 - tree], axis=1)
-        return _additive(self._tensor(hidden == 1), self._dtype)
+        return _make_additive_mask(self._to_tensor(hidden == 1), self._dtype)
 
-    def _causal_mask(self, chunks: Sequence[_Chunk]) -> torch.Tensor | None:
-        """Make one additive mask ``[QUERY_BLOCK, width]``; the mask of every block is a slice of
+    def _make_causal_mask(self, chunks: Sequence[_Chunk]) -> torch.Tensor | None:
+        """Make one additive mask ``[QUERY_BLOCK, width]``. The mask of every block is a slice of
         it."""
         if not chunks:
             return None
@@ -226,30 +232,30 @@ class TorchAttention(AttentionBackend):
         )
         return mask.triu_(width - QUERY_BLOCK + 1)
 
-    def _gather(self, layer: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-        """``[pages * page_size, kv_heads, head_dim]``: whole pages are one contiguous copy each."""
+    def _gather_pages(self, layer: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+        """Gather ``[pages * page_size, kv_heads, head_dim]``. Each page is one contiguous copy."""
         paged = layer.view(-1, self.pool.page_size * layer.shape[1] * layer.shape[2])
         return paged.index_select(0, pages).view(-1, *layer.shape[1:])
 
-    def _tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
+    def _to_tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
 
 
-def _additive(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _make_additive_mask(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Make a mask for ``scaled_dot_product_attention`` that hides keys."""
     mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
     return mask.masked_fill_(hidden, float("-inf"))
 
 
-def _per_group(x: torch.Tensor, group: int) -> torch.Tensor:
+def _repeat_heads(x: torch.Tensor, group: int) -> torch.Tensor:
     """View ``[tokens, kv_heads, head_dim]`` as ``[kv_heads, group, tokens, head_dim]``."""
     return x.transpose(0, 1)[:, None].expand(-1, group, -1, -1)
 
 
-def _bucketed(ordered: Int64Array, totals: Int64Array) -> list[Int64Array]:
-    """Cut sequences, ordered by length, where the next would pad the first too much.
+def _split_buckets(ordered: Int64Array, totals: Int64Array) -> list[Int64Array]:
+    """Split sequences, ordered by length, where the next one would pad the first too much.
 
-    Each bucket is returned in the order of the step, so that its rows often need no reordering.
+    Each bucket is in the order of the step, so its rows often need no reordering.
     """
     buckets: list[Int64Array] = []
     begin = 0

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from pd.kernels.attention.base import DraftAttention, Int64Array, PagedKV
-from pd.kernels.attention.page_tables import extended, padded_tables
+from pd.kernels.attention.page_tables import extend_array, make_padded_tables
 from pd.kernels.attention.trees import MAX_TREE
 
 if TYPE_CHECKING:
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 class TorchDraft(DraftAttention):
-    """One padded batch of all rows, however many tokens they have.
+    """One padded batch of all rows, whatever their lengths.
 
-    It serves on every device, but a CUDA graph would not see a new plan.
+    It works on every device, but a CUDA graph would not see a new plan.
     """
 
     def __init__(self, pool: PagedKV, rows: int) -> None:
         self.pool = pool
         self._rows = rows
-        self._device = pool.key(0).device
+        self._device = pool.get_keys(0).device
         self.slots, self.places, self.bases, self.masks = (
             torch.zeros(rows, dtype=torch.int64, device=self._device) for _ in range(4)
         )
@@ -36,12 +36,12 @@ class TorchDraft(DraftAttention):
     def plan(self, limits: Int64Array, pages: Sequence[IntArray]) -> None:
         missing = self._rows - len(limits)
         assert missing >= 0, "more sequences than the graph has rows"
-        limits = extended(limits, missing, 1)
-        tables = padded_tables(self.pool, pages, limits)
-        self._pages = torch.from_numpy(tables.padded(np.arange(self._rows))).to(self._device)
+        limits = extend_array(limits, missing, 1)
+        tables = make_padded_tables(self.pool, pages, limits)
+        self._pages = torch.from_numpy(tables.pad_tables(np.arange(self._rows))).to(self._device)
         self._limits = torch.from_numpy(limits).to(self._device)
 
-    def locate(self) -> None:
+    def locate_slots(self) -> None:
         size = self.pool.page_size
         inside = (self.places >= 0) & (self.places < self._limits)
         places = torch.where(inside, self.places, 0)
@@ -51,14 +51,14 @@ class TorchDraft(DraftAttention):
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         kv_heads, head_dim = k.shape[1:]
-        visible = self._visible()
+        visible = self._find_visible()
         keys, values = (
             x.view(-1, self.pool.page_size, kv_heads, head_dim)[self._pages]
             .view(self._rows, -1, kv_heads, head_dim)
             # A weight of zero does not hide NaN.
             .masked_fill(~visible[:, :, None, None], 0)
             .transpose(1, 2)
-            for x in (self.pool.key(layer), self.pool.value(layer))
+            for x in (self.pool.get_keys(layer), self.pool.get_values(layer))
         )
         out = scaled_dot_product_attention(
             q.view(self._rows, kv_heads, -1, head_dim),
@@ -68,8 +68,8 @@ class TorchDraft(DraftAttention):
         )
         return out.reshape(q.shape)
 
-    def _visible(self) -> torch.Tensor:
-        """Say which keys each row sees: bool ``[rows, keys]``."""
+    def _find_visible(self) -> torch.Tensor:
+        """Find the keys that each row sees: bool ``[rows, keys]``."""
         positions = torch.arange(self._pages.shape[1] * self.pool.page_size, device=self._device)
         offsets = positions - self.bases[:, None]
         bits = (self.masks[:, None] >> offsets.clamp(0, MAX_TREE - 1)) & 1

@@ -11,20 +11,20 @@ if TYPE_CHECKING:
 
     from pd.kernels.attention.base import BoolArray, Int64Array
 
-# Most tokens of a tree: the bits of a mask.
+# Maximum number of tokens of a tree: the bits of a mask.
 MAX_TREE = 64
 
 
-def tree_masks(lengths: Int64Array, trees: Sequence[BoolArray | None] | None) -> Int64Array:
-    """Pack what every new token sees of its sequence's new tokens.
+def pack_trees(lengths: Int64Array, trees: Sequence[BoolArray | None] | None) -> Int64Array:
+    """Pack the visibility of every new token among its sequence's new tokens.
 
     Args:
-        lengths: new tokens of each sequence, int64 ``[sequences]``.
+        lengths: number of new tokens of each sequence, int64 ``[sequences]``.
         trees: as in :class:`pd.kernels.attention.base.AttentionBatch`.
 
     Returns:
-        int64 ``[tokens]``: bit i stands for new token i of the token's sequence. Masks of chains
-        of more than :data:`MAX_TREE` tokens are meaningless.
+        int64 ``[tokens]``: bit i stands for new token i of the token's sequence. Masks of chains of
+        more than :data:`MAX_TREE` tokens are meaningless.
     """
     firsts = np.cumsum(lengths) - lengths
     index = (np.arange(lengths.sum()) - np.repeat(firsts, lengths)).astype(np.uint64)
@@ -47,8 +47,8 @@ def tree_masks(lengths: Int64Array, trees: Sequence[BoolArray | None] | None) ->
     return masks
 
 
-def branching(lengths: Int64Array, trees: Sequence[BoolArray | None] | None) -> BoolArray:
-    """Say which sequences have trees: bool ``[sequences]``. One token alone is a chain."""
+def find_trees(lengths: Int64Array, trees: Sequence[BoolArray | None] | None) -> BoolArray:
+    """Find the sequences with trees: bool ``[sequences]``. A single token is a chain."""
     if trees is None:
         return np.zeros(len(lengths), np.bool_)
     given = np.fromiter((tree is not None for tree in trees), np.bool_, len(lengths))

@@ -1,8 +1,8 @@
 """Paged attention in Triton: one kernel for decode steps, chunks and trees.
 
-FlashAttention-2 (Dao, 2023) over pages, with the query heads that share K and V packed into the
-rows of one tile, and keys split among programs as in Flash-Decoding (Dao et al., 2023). The program
-that finishes a tile's last split merges them, so there is no second launch.
+This is FlashAttention-2 (Dao, 2023) over pages. The query heads that share K and V are packed into
+the rows of one tile, and keys are split among programs as in Flash-Decoding (Dao et al., 2023). The
+program that finishes a tile's last split merges them, so we need no second launch.
 """
 
 # Triton's language has no types, so kernels have none either.
@@ -15,17 +15,17 @@ import triton.language as tl
 
 from pd.kernels.triton_launch import start_next, wait_for_previous
 
-# Fields of a work item, int32 each: where its tile begins among the step's tokens, its tokens, the
-# position of the first of them (of the first of its tree), where its page table begins, the keys
-# ``[begin, end)`` to attend to, its own slot for a partial result, the first slot of its tile, and
-# the splits of its tile.
+# Fields of a work item, int32 each: first row of its tile among the step's tokens, number of
+# tokens, position of the first of them (of the first of its tree), start of its page table, the
+# keys ``[begin, end)`` to attend to, its own slot for a partial result, the first slot of its tile,
+# and the number of splits of its tile.
 FIELDS = 9
 
 
 @triton.jit
-def _sees(mask, offset):
-    """Whether the key ``offset`` positions behind the base of an int64 mask is visible, if there
-    is a bit for it."""
+def _is_visible(mask, offset):
+    """Whether an int64 mask shows the key at ``offset`` from its base, if it has a bit for that
+    key. Keys before the base are visible."""
     bit = tl.minimum(tl.maximum(offset, 0), 63).to(tl.int64)
     return (offset < 0) | (((mask >> bit) & 1) == 1)
 
@@ -56,13 +56,13 @@ def _attend_range(
 ):
     """Online softmax over the keys ``[first, stop)``.
 
-    Without MASKED, every row sees all of them. With it, SEEN says what rows see of the keys before
-    ``end``; the others are not loaded, since they may be NaN:
+    Without MASKED, every row sees all of them. With it, SEEN defines the keys before ``end`` that
+    rows see. Others are not loaded, because they may be NaN:
 
     - "causal": row i sees keys up to ``reach[i]``.
     - "trees": row i sees keys before ``base``, and from there those of the mask ``reach[i]``.
-    - "drafts": all rows see keys before ``base``, and from there those of the one mask ``reach``;
-      what it hides is not loaded either.
+    - "drafts": all rows see keys before ``base``, and from there those of the one mask ``reach``.
+      Keys that it hides are not loaded either.
     """
     for start in tl.range(first, stop, BLOCK_N):
         positions = start + tl.arange(0, BLOCK_N)
@@ -70,7 +70,7 @@ def _attend_range(
             there = positions < end
             pages = tl.load(table + positions // PAGE_SIZE, mask=there, other=0)
             if SEEN == "drafts":
-                there = there & _sees(reach, positions - base)
+                there = there & _is_visible(reach, positions - base)
         else:
             pages = tl.load(table + positions // PAGE_SIZE)
         slots = pages.to(tl.int64) * PAGE_SIZE + positions % PAGE_SIZE
@@ -89,7 +89,7 @@ def _attend_range(
             if SEEN == "causal":
                 visible = (positions[None, :] <= reach[:, None]) & there[None, :]
             elif SEEN == "trees":
-                visible = _sees(reach[:, None], (positions - base)[None, :]) & there[None, :]
+                visible = _is_visible(reach[:, None], (positions - base)[None, :]) & there[None, :]
             else:
                 visible = there[None, :]
             scores = tl.where(visible, scores, float("-inf"))
@@ -107,7 +107,7 @@ def _attend_range(
 
 
 @triton.jit
-def _merge(
+def _merge_splits(
     partials,
     partial_lse,
     base,
@@ -121,11 +121,12 @@ def _merge(
     """The softmax-weighted mean over a tile's splits of some of its rows.
 
     Args:
-        base: where each row of the first split lies, in rows of HEAD_DIM; ``stride`` on, the next.
+        base: place of each row of the first split, in rows of HEAD_DIM. Splits are ``stride``
+            apart.
         exists: which rows there are.
 
-    Written so that all loads of MERGE_SPLITS splits are under way together, and that no thread
-    needs what another has loaded.
+    All loads of MERGE_SPLITS splits are under way together, and no thread needs data loaded by
+    another.
     """
     peak = tl.full([base.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([base.shape[0]], tl.float32)
@@ -135,7 +136,7 @@ def _merge(
         new_peak = peak
         for i in tl.static_range(MERGE_SPLITS):
             there = exists & (start + i < splits)
-            # NOTE: past the L1 cache, which does not see what other multiprocessors have written.
+            # NOTE: we bypass the L1 cache, because it does not see writes of other multiprocessors.
             lse = tl.load(
                 partial_lse + base + (start + i) * stride,
                 mask=there,
@@ -195,7 +196,7 @@ def paged_attention(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One work item and KV head per program; programs without an item end at once.
+    """One work item and KV head per program. Programs without an item end at once.
 
     Args:
         out: ``[tokens, heads, HEAD_DIM]``.
@@ -205,24 +206,25 @@ def paged_attention(
         partials: float32 ``[slots, KV_HEADS, ROWS, HEAD_DIM]``, normalized results of splits;
             partial_lse: ``[slots, KV_HEADS, ROWS]``, base-2 logarithms of their softmax sums.
         arrivals: int32 ``[slots, KV_HEADS]``, zero before and after.
-        scale: what scores are multiplied by, times log2(e).
+        scale: factor of the scores, times log2(e).
         masks: int64, one for each token, or None if all tokens are causal. Bit i stands for the key
-            i positions behind the first token of the tree, or behind the token's base.
+            i positions after the first token of the tree, or after the token's base.
         bases: int64, for each token the position before which it sees all keys. None if work items
-            say it.
-        token_positions: int64, positions of the tokens, if they are of trees that begin at their
-            bases; work items then say no more than how far their keys may reach. None if tiles are
-            single tokens, or without bases.
+            define it.
+        token_positions: int64, positions of the tokens, if they belong to trees that begin at their
+            bases; work items then only limit how far their keys may reach. None if tiles are single
+            tokens, or without bases.
         ROWS: of a tile, ``tokens * GROUP`` at most; BLOCK_M: that rounded up for ``tl.dot``.
         MERGE_ROWS, MERGE_SPLITS: rows and splits merged at a time.
         PDL: see :mod:`pd.kernels.triton_launch`. Work items are uploaded before a step's kernels,
-            so they are there without waiting. Programs that have none need not wait: others do.
+            so we can read them without waiting. Programs without an item need not wait, because
+            others do.
     """
     start_next(PDL)
     head = tl.program_id(0) % KV_HEADS
     item = tl.program_id(0) // KV_HEADS
-    # NOTE: the fields are read before the item is known to exist, to wait once and not twice;
-    # callers give the grid no more items than there is memory for.
+    # NOTE: we read the fields before we know whether the item exists, to wait once instead of
+    # twice. Callers give the grid no more items than there is memory for.
     fields = items + item * NUM_FIELDS
     row = tl.load(fields).to(tl.int64)
     tokens = tl.load(fields + 1)
@@ -300,7 +302,7 @@ def paged_attention(
         PRECISION,
     )
     if SEEN == "trees":
-        # Not before the loop, in which it would take the registers of another program.
+        # Loaded here, because in the loop it would take the registers of another program.
         reach = tl.load(masks + row + token, mask=exists, other=0)
     peak, total, result = _attend_range(
         peak,
@@ -339,14 +341,14 @@ def paged_attention(
         tl.store(
             partials + at[:, None] * HEAD_DIM + dims[None, :], result, inside[:, None] & dims_exist
         )
-        # Every thread's stores are done before one of them announces this split.
+        # Every thread's stores must be done before one of them announces this split.
         tl.debug_barrier()
         arrival = arrivals + first_slot * KV_HEADS + head
         if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == splits - 1:
             for first_row in range(0, tokens * GROUP, MERGE_ROWS):
                 rows = first_row + tl.arange(0, MERGE_ROWS)
                 wanted = rows < tokens * GROUP
-                merged = _merge(
+                merged = _merge_splits(
                     partials,
                     partial_lse,
                     (first_slot.to(tl.int64) * KV_HEADS + head) * ROWS + rows,
@@ -382,9 +384,10 @@ def locate_tokens(
     """Slots of one token a row.
 
     Args:
-        slots, places: int64 ``[rows]``. A place outside of ``[0, limits[row])`` is ``extra_slot``.
-        limits, firsts: int32 ``[rows]``: tokens that a row's page table is for, and where it begins
-            in ``tables``, int32.
+        slots, places: int64 ``[rows]``. A place outside of ``[0, limits[row])`` becomes
+            ``extra_slot``.
+        limits, firsts: int32 ``[rows]``: number of tokens that a row's page table covers, and its
+            start in ``tables``, int32.
     """
     start_next(PDL)
     wait_for_previous(PDL)

@@ -1,4 +1,4 @@
-"""Cutting a step into work items for :mod:`pd.kernels.attention.triton_kernel`."""
+"""Divides a step into work items for :mod:`pd.kernels.attention.triton_kernel`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ class Tiles:
 
     Attributes (int64 ``[tiles]`` each):
         rows: the first token's row among the step's tokens.
-        tokens: how many tokens.
-        positions: the first token's position in its sequence, or that of the first of its tree.
-        tables: where the sequence's page table begins.
-        ends: keys that the tile's tokens see at most, from the sequence's beginning on; at least 1.
+        tokens: number of tokens.
+        positions: the first token's position in its sequence, or that of the first token of its
+            tree.
+        tables: start of the sequence's page table.
+        ends: maximum number of keys that the tile's tokens see, from the sequence's beginning on;
+            at least 1.
     """
 
     rows: Int64Array
@@ -32,7 +34,7 @@ class Tiles:
     ends: Int64Array
 
     @classmethod
-    def cut(
+    def cut_chunks(
         cls,
         rows: Int64Array,
         starts: Int64Array,
@@ -41,12 +43,12 @@ class Tiles:
         size: int,
         *,
         trees: bool = False,
-        most: Int64Array | None = None,
+        limits: Int64Array | None = None,
     ) -> Tiles:
         """Cut chunks of ``lengths`` tokens, or ``trees`` of them, into tiles of ``size``.
 
         Args:
-            most: by how much each may start later.
+            limits: maximum number of positions by which each may start later.
         """
         counts = -(-lengths // size)
         chunk = np.repeat(np.arange(len(lengths)), counts)
@@ -58,11 +60,11 @@ class Tiles:
             tokens,
             starts[chunk] if trees else positions,
             tables[chunk],
-            positions + tokens + (0 if most is None else most[chunk]),
+            positions + tokens + (0 if limits is None else limits[chunk]),
         )
 
     @classmethod
-    def single(cls, positions: Int64Array, tables: Int64Array, ends: Int64Array) -> Tiles:
+    def make_single(cls, positions: Int64Array, tables: Int64Array, ends: Int64Array) -> Tiles:
         """Make a tile of every row of a step."""
         rows = np.arange(len(ends))
         return cls(rows, np.ones_like(rows), positions, tables, ends)
@@ -70,11 +72,11 @@ class Tiles:
 
 @dataclass(frozen=True)
 class SplitPolicy:
-    """The division of a step's keys into splits.
+    """Divides a step's keys into splits.
 
     Attributes:
-        items: work items that keep the device busy.
-        granule: keys of the smallest split; splits are multiples of it.
+        items: number of work items that keeps the device busy.
+        granule: keys of the smallest split. Splits are multiples of it.
     """
 
     items: int
@@ -82,17 +84,17 @@ class SplitPolicy:
 
     @property
     def max_slots(self) -> int:
-        """Partial results of any step: a tile in s > 1 splits has at least s - 1/2 shares of
-        ``items``, so that all together have at most 4/3 of them."""
+        """Maximum number of partial results of any step. A tile in s > 1 splits has at least s -
+        1/2 shares of ``items``, so all together have at most 4/3 of them."""
         return -(-4 * self.items // 3)
 
-    def work(self, tiles: Tiles) -> IntArray:
-        """Work items, int32 ``[n, FIELDS]``, the longest first; n is at most ``max_slots`` more
-        than there are tiles.
+    def split_tiles(self, tiles: Tiles) -> IntArray:
+        """Make work items, int32 ``[n, FIELDS]``, the longest first. There are at most
+        ``max_slots`` more items than tiles.
 
-        All splits of a step are of about the same length, whatever the sequences' lengths are:
-        one ``items``-th of all keys. So how a sequence is split, and with it the last bits of its
-        result, depends on the whole step.
+        All splits of a step have about the same length, whatever the sequences' lengths: one
+        ``items``-th of all keys. So the splits of a sequence, and with them the last bits of its
+        result, depend on the whole step.
         """
         ends = tiles.ends
         share = max(self.granule, -(-int(ends.sum()) // self.items))
@@ -122,7 +124,7 @@ class SplitPolicy:
 
 @dataclass(frozen=True)
 class AttentionWork:
-    """Work items on the device, ``capacity`` of them at most."""
+    """Work items on the device, at most ``capacity``."""
 
     num_items: torch.Tensor
     items: torch.Tensor

@@ -1,4 +1,4 @@
-"""The published events of a node: from its prefix cache to the publisher."""
+"""Publishes a node's KV events, from its prefix cache to the publisher."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 class KVEvents(Collector):
-    """Gives the publisher the changes of the node's prefix cache. The node is not started yet. The
-    caller of :meth:`flush` holds the node's lock."""
+    """Passes changes of the node's prefix cache to the publisher. Created before the node starts.
+
+    The caller of :meth:`publish_changes` holds the node's lock.
+    """
 
     def __init__(self, core: NodeCore, publisher: KVEventPublisher) -> None:
         self._log = BlockLog(core.memory.radix, core.memory.num_pages)
@@ -30,18 +32,20 @@ class KVEvents(Collector):
         publisher.start()
         logger.info("KV events are published at %s", publisher.endpoint)
 
-    def flush(self, now: float) -> None:
-        """Publish what changed, or all that is cached if a subscriber missed too much. ``now``: on
-        the monotonic clock."""
-        if self._publisher.take_snapshot_wish(now):
-            self._log.start_over()
-        # NOTE: while there is no room the log collects, and it is bounded.
-        changes = self._log.take() if self._publisher.has_room else None
-        if changes is not None:
-            self._publisher.publish(changes)
+    def publish_changes(self, now: float) -> None:
+        """Publish recent changes, or the whole cache if a subscriber missed too much.
 
-    def info(self) -> dict[str, str | None]:
-        """Endpoints and topic for subscribers."""
+        ``now`` is on the monotonic clock.
+        """
+        if self._publisher.take_snapshot_wish(now):
+            self._log.restart()
+        # NOTE: while the publisher is full, the log collects. Its size is bounded.
+        changes = self._log.take_changes() if self._publisher.has_room else None
+        if changes is not None:
+            self._publisher.publish_soon(changes)
+
+    def describe_endpoints(self) -> dict[str, str | None]:
+        """Return the endpoints and the topic for subscribers."""
         publisher = self._publisher
         return {
             "endpoint": publisher.endpoint,
@@ -50,13 +54,13 @@ class KVEvents(Collector):
         }
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """Metrics that are read when the registry asks for them."""
+        """Yield metrics read from the publisher at the time of a scrape."""
         publisher = self._publisher
-        text = "Batches of KV events that were published"
+        text = "Batches of published KV events"
         yield CounterMetricFamily("pd_kv_event_batches", text, value=publisher.num_batches)
-        text = "How often all cached blocks were published"
+        text = "Publications of the whole cache"
         yield CounterMetricFamily("pd_kv_event_snapshots", text, value=publisher.num_snapshots)
 
     def describe(self) -> list[CounterMetricFamily]:
-        """Nothing: the counters exist only once the node does."""
+        """Declare nothing, because the counters exist only once the node does."""
         return []

@@ -1,4 +1,4 @@
-"""The format of published events, which is that of vLLM's ``vllm/distributed/kv_events.py``.
+"""The format of published events, as in vLLM's ``vllm/distributed/kv_events.py``.
 
 A message has three frames: the topic, the number of the batch (8 bytes, big-endian), and a batch in
 MessagePack. Batches and events are arrays; an event's first element is the name of its class.
@@ -12,14 +12,14 @@ import msgspec
 import numpy as np
 
 from pd.radix.listener import PageRun
-from pd.radix.prefix_hashes import HASH_BYTES, as_numbers
+from pd.radix.prefix_hashes import HASH_BYTES, to_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pd.radix.block_log import BlockChanges
 
-# The tier of the pages that a node computes with, under the name that routers know.
+# Routers' name for the tier of the pages that a node computes with.
 _MEDIUM = "GPU"
 _BATCH_TOKENS = 1 << 15
 NUMBER_BYTES = 8
@@ -27,14 +27,14 @@ END_OF_REPLAY = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)
 
 
 class _Event(msgspec.Struct, array_like=True, omit_defaults=True, tag=True, gc=False):
-    """Base of events of blocks of the cache."""
+    """Base of events about cache blocks."""
 
 
 class BlockStored(_Event):
-    """Blocks that follow one another were stored.
+    """Consecutive blocks were stored.
 
-    ``parent_block_hash``: hash of the block before the first, None at the beginning of a prompt.
-    ``token_ids``: of all blocks, or none.
+    ``parent_block_hash``: hash of the block before the first; None at the beginning of a prompt.
+    ``token_ids``: tokens of all blocks, or empty.
     """
 
     block_hashes: list[int]
@@ -54,14 +54,14 @@ class BlockRemoved(_Event):
 
 
 class AllBlocksCleared(_Event):
-    """No block is stored any more."""
+    """The cache is empty."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """Events in their order. ``ts``: Unix time at which they were collected."""
+    """Events in order. ``ts``: Unix time at which they were collected."""
 
     ts: float
     events: list[Event]
@@ -69,11 +69,12 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 class EventEncoder:
-    """Turns changes of a cache into batches of a bounded size.
+    """Turns cache changes into batches of bounded size.
 
     Args:
-        block_size: tokens of a block, which is a page.
-        token_ids: also say which tokens, of prompts without a ``cache_salt`` and an ``extra_key``.
+        block_size: tokens per block. A block is a page.
+        token_ids: whether to include the tokens of prompts with neither ``cache_salt`` nor
+            ``extra_key``.
     """
 
     def __init__(self, block_size: int, *, token_ids: bool) -> None:
@@ -82,23 +83,23 @@ class EventEncoder:
         self._max_blocks = _BATCH_TOKENS // block_size
         self._encoder = msgspec.msgpack.Encoder()
 
-    def payloads(self, changes: BlockChanges, ts: float) -> Iterator[bytes]:
-        """The batches that tell of ``changes``, encoded; at least one."""
-        events: list[Event] = [AllBlocksCleared()] if changes.complete else []
+    def encode_changes(self, changes: BlockChanges, ts: float) -> Iterator[bytes]:
+        """Yield the encoded batches of ``changes``, at least one."""
+        events: list[Event] = [AllBlocksCleared()] if changes.is_complete else []
         room = self._max_blocks
         for change in changes.changes:
-            for part in self._parts(change):
+            for part in self._split_change(change):
                 hashes = part.hashes if isinstance(part, PageRun) else part
                 count = len(hashes) // HASH_BYTES
                 if count > room:
                     yield self._encoder.encode(EventBatch(ts, events))
                     events, room = [], self._max_blocks
-                events.append(self._event(part))
+                events.append(self._encode_event(part))
                 room -= count
         yield self._encoder.encode(EventBatch(ts, events))
 
-    def _parts(self, change: PageRun | bytes) -> Iterator[PageRun | bytes]:
-        """A change in pieces of which each fits a batch."""
+    def _split_change(self, change: PageRun | bytes) -> Iterator[PageRun | bytes]:
+        """Split a change into pieces that fit a batch."""
         if isinstance(change, bytes):
             size = self._max_blocks * HASH_BYTES
             yield from (change[at : at + size] for at in range(0, len(change), size))
@@ -112,14 +113,15 @@ class EventEncoder:
             yield PageRun(last, hashes, tokens, change.namespace)
             last = hashes[-HASH_BYTES:]
 
-    def _event(self, part: PageRun | bytes) -> Event:
+    def _encode_event(self, part: PageRun | bytes) -> Event:
         if isinstance(part, bytes):
-            return BlockRemoved(list(as_numbers(part)))
-        # NOTE: tokens of a tenant with a salt would tell, and match, what its hashes must not.
+            return BlockRemoved(list(to_numbers(part)))
+        # NOTE: the tokens of a salted prompt would reveal the prompt and match across tenants,
+        # which salted hashes prevent.
         shown = self._token_ids and not part.namespace
         return BlockStored(
-            list(as_numbers(part.hashes)),
-            as_numbers(part.parent)[0] if part.parent else None,
+            list(to_numbers(part.hashes)),
+            to_numbers(part.parent)[0] if part.parent else None,
             np.frombuffer(part.tokens, "<i4").tolist() if shown else [],
             self._block_size,
         )

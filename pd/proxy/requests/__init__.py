@@ -1,6 +1,6 @@
-"""The bodies of requests: for each endpoint its fields with type, bounds, default and meaning.
+"""Bodies of requests: the fields of each endpoint with types, bounds, defaults and descriptions.
 
-What depends on the model that is served is checked later: ranges of sampling parameters by
-:meth:`pd.core.sampling_params.SamplingParams.validate` (the models describe the same ranges), token
-ids and lengths by :mod:`pd.proxy.service`.
+Checks that depend on the model come later: :meth:`pd.core.sampling_params.SamplingParams.validate`
+checks the ranges of sampling parameters (the models describe the same ranges), and
+:mod:`pd.proxy.api.prompts` checks token ids and lengths.
 """

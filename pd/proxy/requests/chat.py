@@ -1,4 +1,4 @@
-"""Bodies with a chat."""
+"""Bodies of requests with a chat."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from pydantic import AfterValidator, Field, model_validator
 
 from pd.core.errors import InvalidRequestError
 from pd.core.sampling_params import MAX_TOP_LOGPROBS
-from pd.proxy.chat_messages import Messages
-from pd.proxy.chat_template import RESERVED_VARIABLES
-from pd.proxy.fields import Bounds, Integer, problem, show
-from pd.proxy.request_model import RequestModel
-from pd.proxy.requests.openai import UNSUPPORTED_OPENAI, OpenAIRequest
-from pd.proxy.tools.definitions import MAX_TOOLS, ToolChoice, ToolChoiceValue, ToolList
+from pd.proxy.requests.fields import Bounds, Integer, describe_value, make_problem
+from pd.proxy.requests.known_fields import CHAT, FieldPlace
+from pd.proxy.requests.messages import Messages
+from pd.proxy.requests.openai import OpenAIRequest
+from pd.proxy.requests.request_model import RequestModel
+from pd.proxy.requests.tools import MAX_TOOLS, ToolChoiceValue, ToolList
+from pd.proxy.text.chat_template import RESERVED_VARIABLES
+from pd.proxy.text.tools.functions import ToolChoice
 
 if TYPE_CHECKING:
     from pd.core.grammar import Grammar
@@ -22,32 +24,37 @@ if TYPE_CHECKING:
 def _check_variables(value: dict[str, object]) -> dict[str, object]:
     for name in value:
         if name in RESERVED_VARIABLES:
-            raise problem(f"may not set {name!r}, which the proxy sets")
+            raise make_problem(f"may not set {name!r}, which the proxy sets")
     return value
 
 
 class TemplateFields(RequestModel):
-    """Settings by which a chat becomes a prompt."""
+    """Fields that control how a chat becomes a prompt."""
 
     add_generation_prompt: bool | None = Field(
         None,
-        description="Ends the prompt with the opening of the assistant's turn. Unless given, true "
-        "without `continue_final_message`.",
+        description="Ends the prompt with the opening of the assistant's turn. Default: true, "
+        "unless `continue_final_message` is true.",
     )
     continue_final_message: bool = Field(
         False, description="Ends the prompt inside the last message, which the answer continues."
     )
     chat_template_kwargs: Annotated[dict[str, object], AfterValidator(_check_variables)] = Field(
         {},
-        description="Further variables of the chat template, such as `enable_thinking`; none of "
-        "those that the proxy sets.",
+        description="Further variables for the chat template, such as `enable_thinking`. "
+        "Variables that the proxy sets are refused.",
     )
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         Field(
             None,
-            description="A variable of this name for the chat template; one that does not know it "
-            "shows the same prompt. With `none`, `enable_thinking` is false unless given.",
+            description="A variable for the chat template. Templates that do not know it "
+            "ignore it. With `none`, `enable_thinking` is false by default.",
         )
+    )
+    documents: list[dict[str, object]] | None = Field(
+        None,
+        description="Documents for the model, usually with `title` and `text`, if its chat "
+        "template shows them.",
     )
     tools: ToolList = Field(
         None,
@@ -57,11 +64,13 @@ class TemplateFields(RequestModel):
 
     @property
     def template_variables(self) -> dict[str, object]:
-        """Variables of the template beside messages and tools."""
+        """Variables for the template, in addition to messages and tools."""
         effort = self.reasoning_effort
         given: dict[str, object] = {} if effort is None else {"reasoning_effort": effort}
         if effort == "none":
             given["enable_thinking"] = False
+        if self.documents is not None:
+            given["documents"] = self.documents
         return given | self.chat_template_kwargs
 
     @property
@@ -81,37 +90,32 @@ class TemplateFields(RequestModel):
 
 
 class ChatRequest(TemplateFields, OpenAIRequest):
-    """A request for the next message of a chat."""
+    """Asks for the next message of a chat."""
 
-    # The template writes the special tokens itself.
-    unsupported = UNSUPPORTED_OPENAI | {
-        "prompt": (),
-        "prompt_token_ids": (),
-        "add_special_tokens": (False,),
-    }
+    place = FieldPlace((CHAT,))
 
     messages: Messages = Field(description="The chat so far.")
     logprobs: bool = Field(False, description="Adds the log probability of each token.")
     top_logprobs: Annotated[Integer, Bounds(0, MAX_TOP_LOGPROBS)] | None = Field(
-        None, description="With `logprobs`: so many of the likeliest tokens beside each."
+        None, description="Number of likeliest tokens to show for each token. Needs `logprobs`."
     )
 
     tool_choice: ToolChoiceValue | None = Field(
         None,
-        description="`none`: text; `auto`: text or calls; `required`: calls; an object: one call "
-        "of the function that it names. Unless given, `auto` with `tools`.",
+        description="`none`: text; `auto`: text or calls; `required`: calls; an object: one "
+        "call of the named function. Default: `auto` with `tools`.",
     )
-    parallel_tool_calls: bool = Field(True, description="With false at most one call is made.")
+    parallel_tool_calls: bool = Field(
+        True, description="If false, the model makes at most one call."
+    )
     separate_reasoning: bool = Field(
         True,
-        description="Reasoning comes as `reasoning_content`, and under its newer name `reasoning`; "
-        "with false it stays in `content`, with its tags.",
+        description="Puts reasoning into `reasoning_content` and, under its newer name, "
+        "`reasoning`. If false, it stays in `content` with its tags.",
     )
-    include_reasoning: bool = Field(
-        True, description="With false, reasoning that is apart from `content` is left out."
-    )
+    include_reasoning: bool = Field(True, description="If false, separate reasoning is left out.")
     stream_reasoning: bool = Field(
-        True, description="With false, a stream has the reasoning in one piece when it is over."
+        True, description="If false, a stream sends the reasoning in one piece after its end."
     )
     return_prompt_token_ids: bool = Field(
         False,
@@ -131,8 +135,8 @@ class ChatRequest(TemplateFields, OpenAIRequest):
         return self.return_token_ids or self.return_prompt_token_ids
 
     @property
-    def echoed(self) -> str:
-        """The text that goes before the answer."""
+    def echoed_text(self) -> str:
+        """The text to put before the answer."""
         last = self.messages[-1]
         return str(last["content"]) if self.echo and last["role"] == "assistant" else ""
 
@@ -142,24 +146,25 @@ class ChatRequest(TemplateFields, OpenAIRequest):
         return self._grammar
 
     @property
-    def choice(self) -> ToolChoice:
-        """Whether the model may or has to call functions."""
+    def call_choice(self) -> ToolChoice:
+        """Whether the model may or must call functions."""
         if self.tools is None:
             return ToolChoice("none")
         return self.tool_choice or ToolChoice("auto")
 
     @model_validator(mode="after")
     def _calls_can_be_made(self) -> Self:
-        asked, functions = self.tool_choice, self.tools.functions if self.tools else []
-        if asked is None or asked.mode != "required":
+        choice, functions = self.tool_choice, self.tools.functions if self.tools else []
+        if choice is None or choice.mode != "required":
             return self
         if not functions:
             raise InvalidRequestError(
-                "tool_choice needs a list of tools of which one can be called", param="tool_choice"
+                "tool_choice needs a function to call; send tools", param="tool_choice"
             )
-        if asked.name is not None and all(each.name != asked.name for each in functions):
+        if choice.name is not None and all(each.name != choice.name for each in functions):
             raise InvalidRequestError(
-                f"tool_choice names the function {show(asked.name)}, which is not among the tools",
+                f"tool_choice names the function {describe_value(choice.name)}, which is not among "
+                "the tools",
                 param="tool_choice",
             )
         if self._grammar is not None:

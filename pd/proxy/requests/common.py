@@ -1,14 +1,16 @@
-"""Fields that requests of several endpoints have in common."""
+"""Fields that several endpoints share."""
 
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import AfterValidator, Field, PlainValidator, field_validator
+from pydantic import AfterValidator, Field, PlainValidator, field_validator, model_validator
 
-from pd.core.config import MAX_STREAM_INTERVAL
+from pd.core.config import MAX_MODEL_CHARACTERS, MAX_STREAM_INTERVAL
+from pd.core.errors import InvalidRequestError
 from pd.core.grammar import MAX_GRAMMAR_BYTES
+from pd.core.messages import MAX_PREFIX_LEASE
 from pd.core.sampling_params import (
     MAX_LOGIT_BIAS,
     MAX_LOGIT_BIAS_VALUE,
@@ -17,61 +19,37 @@ from pd.core.sampling_params import (
     SEED_LIMIT,
     sampler_seed,
 )
-from pd.proxy.fields import (
+from pd.proxy.requests.fields import (
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
     Bounds,
     Integer,
     Integers,
     LogitBias,
+    StopPatterns,
     StopStrings,
     are_all,
-    mismatch,
+    make_mismatch,
 )
-from pd.proxy.request_model import RequestModel
-from pd.proxy.stop_strings import StopSearch
+from pd.proxy.requests.request_model import RequestModel
+from pd.proxy.text.stop_patterns import MAX_PATTERN_CHARACTERS, StopPatternSearch
+from pd.proxy.text.stop_strings import StopSearch
 
 T = TypeVar("T")
 
-MAX_MODEL_CHARACTERS = 4096
 MAX_RID_CHARACTERS = 256
 MIN_PRIORITY, MAX_PRIORITY = -(1 << 31), (1 << 31) - 1
 MAX_TIMEOUT = 1e6
-# Begins the namespaces that are no plain salt.
+# Begins a namespace made from a salt and a key. Other namespaces are plain salts.
 _PAIR_MARK = "\0"
-RECOMMENDED = "Unless given, as the model's generation_config.json recommends."
-
-# Fields of neighbouring systems.
-UNSUPPORTED_SAMPLING: dict[str, tuple[object, ...]] = {
-    "best_of": (1,),
-    "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
-    "early_stopping": (False,),
-    "stop_regex": ([], ""),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "token_ids_logprob": ([],),
-    "min_tokens_penalty": (),
-    "logits_processors": ([],),
-    "custom_logit_processor": (),
-    "spaces_between_special_tokens": (True,),
-    "lora_path": ("", [], [None]),
-    "custom_params": ({},),
-    "vllm_xargs": ({},),
-    "repetition_detection": (),
-    "logprob_token_ids": ([],),
-    "thinking_token_budget": (),
-    "watermarking": (False,),
-    "return_prompt_text": (False,),
-    "return_routed_experts": (False,),
-}
+RECOMMENDED = "By default as the model's generation_config.json recommends."
 
 GrammarText = Annotated[str, Field(max_length=MAX_GRAMMAR_BYTES)]
 
 
 def _check_object_or_text(value: object) -> object:
     if not isinstance(value, (str, dict)):
-        raise mismatch("an object or its text", value)
+        raise make_mismatch("an object or its text", value)
     return value
 
 
@@ -81,8 +59,8 @@ ObjectOrText = Annotated[
 ]
 
 
-def sampled(parameter: str, default: T, description: str) -> T:
-    """A field that becomes this parameter of SamplingParams, which checks its range."""
+def sampling_field(parameter: str, default: T, description: str) -> T:
+    """Make the field of a parameter of SamplingParams, which checks the range."""
     low, high = RANGES[parameter]
     extra: dict[str, Any] = {"minimum": low, "maximum": high}
     field: T = Field(default, description=description, json_schema_extra=extra)
@@ -90,11 +68,9 @@ def sampled(parameter: str, default: T, description: str) -> T:
 
 
 class SamplingFields(RequestModel):
-    """Sampling parameters that all endpoints name alike."""
+    """Sampling parameters with the same names at all endpoints."""
 
-    unsupported = UNSUPPORTED_SAMPLING
-
-    temperature: float = sampled(
+    temperature: float = sampling_field(
         "temperature", 1.0, f"0 is greedy, more is more random. {RECOMMENDED}"
     )
     top_p: float = Field(
@@ -108,61 +84,75 @@ class SamplingFields(RequestModel):
         description=f"Samples from the k likeliest tokens; 0 or -1: from all. {RECOMMENDED}",
         json_schema_extra={"minimum": -1, "maximum": RANGES["top_k"][1]},
     )
-    min_p: float = sampled(
+    min_p: float = sampling_field(
         "min_p",
         0.0,
         "Samples from tokens with at least this fraction of the likeliest token's probability. "
         + RECOMMENDED,
     )
-    presence_penalty: float = sampled(
-        "presence_penalty", 0.0, "Subtracted from the logits of tokens that the answer has."
+    presence_penalty: float = sampling_field(
+        "presence_penalty", 0.0, "Subtracted from the logits of tokens in the answer."
     )
-    frequency_penalty: float = sampled(
+    frequency_penalty: float = sampling_field(
         "frequency_penalty",
         0.0,
-        "Subtracted from the logits of tokens for each time that the answer has them.",
+        "Subtracted from the logits of tokens for each occurrence in the answer.",
     )
-    repetition_penalty: float = sampled(
+    repetition_penalty: float = sampling_field(
         "repetition_penalty",
         1.0,
         "Divides positive logits of tokens that prompt or answer have, and multiplies negative "
         f"ones. {RECOMMENDED}",
     )
-    n: Integer = sampled("n", 1, "Answers to each prompt, which is computed and transferred once.")
+    n: Integer = sampling_field(
+        "n", 1, "Number of answers per prompt. The prompt is computed and transferred once."
+    )
     logit_bias: LogitBias = Field(
         {},
-        description="Token ids and what is added to their logits, "
-        f"-{MAX_LOGIT_BIAS_VALUE:g} to {MAX_LOGIT_BIAS_VALUE:g}.",
+        description=f"Maps token ids to biases of their logits, from -{MAX_LOGIT_BIAS_VALUE:g} "
+        f"to {MAX_LOGIT_BIAS_VALUE:g}.",
         json_schema_extra={"maxProperties": MAX_LOGIT_BIAS},
     )
     stop: StopStrings = Field(
         (),
         description=f"A string that ends an answer, or up to {MAX_STOP_STRINGS} of them with "
-        f"{MAX_STOP_CHARACTERS} characters in all; no part of the answer.",
+        f"{MAX_STOP_CHARACTERS} characters in total. The answer does not include "
+        "it.",
+    )
+    stop_regex: StopPatterns = Field(
+        (),
+        description="A regular expression that ends an answer as soon as it matches, or a list of "
+        f"them with {MAX_PATTERN_CHARACTERS} characters in total. The answer does not include the "
+        "match. Anchors, lookarounds and back references are refused.",
     )
     stop_token_ids: Integers = Field(
         [],
-        description="Tokens that end an answer, besides the model's own.",
+        description="Tokens that end an answer, in addition to the model's own.",
         json_schema_extra={"maxItems": MAX_STOP_TOKEN_IDS},
     )
     ignore_eos: bool = Field(
-        False, description="Goes on after the model's own end-of-sequence tokens."
+        False, description="Continues after the model's own end-of-sequence tokens."
     )
     skip_special_tokens: bool = Field(True, description="Leaves special tokens out of the text.")
     stream_interval: Annotated[Integer, Bounds(1, MAX_STREAM_INTERVAL)] | None = Field(
         None,
-        description="Tokens that an event of a stream has at least, but for the first and the last "
-        "one. Unless given, `--stream-interval` of the proxy.",
+        description="Minimum number of tokens per event of a stream, except for the first and "
+        "the last event. Default: `--stream-interval` of the proxy.",
     )
 
-    def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of SamplingParams: those that the client chose."""
+    def make_arguments(self) -> dict[str, Any]:
+        """Return the client's choices as keyword arguments of SamplingParams."""
         return {name: getattr(self, name) for name in _ARGUMENTS & self.model_fields_set}
 
     @cached_property
-    def stop_search(self) -> StopSearch:
-        """The search for ``stop`` in all answers to the request."""
-        return StopSearch(self.stop)
+    def stop_search(self) -> StopSearch | StopPatternSearch:
+        """The search for ``stop`` and ``stop_regex``, shared by all answers to the request.
+
+        Raises InvalidRequestError if a pattern cannot be searched.
+        """
+        if not self.stop_regex:
+            return StopSearch(self.stop)
+        return StopPatternSearch(self.stop_regex, self.stop, answers=self.n)
 
     @field_validator("top_k")
     @classmethod
@@ -172,6 +162,7 @@ class SamplingFields(RequestModel):
 
 _ARGUMENTS = SamplingFields.model_fields.keys() - {
     "stop",
+    "stop_regex",
     "skip_special_tokens",
     "stream_interval",
 }
@@ -180,14 +171,16 @@ _ARGUMENTS = SamplingFields.model_fields.keys() - {
 def _check_rids(value: object) -> object:
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or (names and not are_all(str, names)):
-        raise mismatch("a string, or for a batch a list of strings", value)
+        raise make_mismatch("a string, or for a batch a list of strings", value)
     for rid in names:
         if not 0 < len(rid) <= MAX_RID_CHARACTERS:
-            raise mismatch(f"1 to {MAX_RID_CHARACTERS} characters", rid)
+            raise make_mismatch(f"1 to {MAX_RID_CHARACTERS} characters", rid)
     return value
 
 
 ModelName = Annotated[str, Field(max_length=MAX_MODEL_CHARACTERS)]
+_WITHOUT_EFFECT = "for the client's own use, without effect"
+_LABEL = f"A label {_WITHOUT_EFFECT}"
 Rid = Annotated[str, Field(min_length=1, max_length=MAX_RID_CHARACTERS)]
 Rids = Annotated[
     str | list[str], PlainValidator(_check_rids, json_schema_input_type=Rid | list[Rid])
@@ -196,18 +189,18 @@ Seed = Annotated[Integer, Bounds(-SEED_LIMIT, SEED_LIMIT - 1), AfterValidator(sa
 
 
 class RequestFields(RequestModel):
-    """Fields of every request that generates."""
+    """Fields of all requests that generate."""
 
     model: ModelName | None = Field(
-        None, description="Name of a served model, see `GET /v1/models`. An unknown one is 404."
+        None, description="Name of a served model, see `GET /v1/models`. An unknown name is a 404."
     )
     stream: bool = Field(
         False, description="Answers with server-sent events that end with `data: [DONE]`."
     )
-    request_id: Rid | None = Field(None, description="The same as `rid`, which goes first.")
+    request_id: Rid | None = Field(None, description="The same as `rid`.")
     priority: Annotated[Integer, Bounds(MIN_PRIORITY, MAX_PRIORITY)] = Field(
         0,
-        description="Counts on nodes with `--schedule-policy priority` or "
+        description="Takes effect on nodes with `--schedule-policy priority` or "
         "`--eviction-policy priority`.",
     )
     cache_salt: Annotated[str, Field(max_length=MAX_RID_CHARACTERS)] = Field(
@@ -215,17 +208,46 @@ class RequestFields(RequestModel):
     )
     extra_key: Annotated[str, Field(max_length=MAX_RID_CHARACTERS)] = Field(
         "",
-        description="Prefixes are shared only among requests with the same key, too, if it goes "
-        "with the same `cache_salt`.",
+        description="Prefixes are shared only among requests with the same key and the same "
+        "`cache_salt`.",
+    )
+    prefix_lease: Annotated[float, Bounds(0.0, MAX_PREFIX_LEASE)] = Field(
+        0.0,
+        description="Seconds for which the prompt should stay in the prefix cache, for a program "
+        "that will soon send a prompt that begins like it. A hint: it is dropped under pressure, "
+        "beyond a key's share of the cache, and when the request is aborted.",
     )
     timeout: Annotated[float, Bounds(0.0, MAX_TIMEOUT, above=True)] | None = Field(
-        None, description="Seconds until 408; unless given, `--request-timeout` of the proxy."
+        None,
+        description="Seconds until the request fails with 408. Default: "
+        "`--request-timeout` of the proxy.",
     )
+
+    user: str | None = Field(None, description=f"{_LABEL}: the user.")
+    safety_identifier: str | None = Field(None, description=f"{_LABEL}: the user.")
+    store: bool | None = Field(None, description=f"{_LABEL}: answers are never stored.")
+    session_id: str | None = Field(None, description=f"{_LABEL}: the chat or agent.")
+    prompt_cache_key: str | None = Field(
+        None, description=f"{_LABEL}: shared prefixes are found without it."
+    )
+    metadata: dict[str, object] | None = Field(None, description=f"Labels {_WITHOUT_EFFECT}.")
+
+    @model_validator(mode="after")
+    def _one_name(self) -> Self:
+        rid = getattr(self, "rid", None)
+        if rid is not None and self.request_id not in (None, rid):
+            raise InvalidRequestError(
+                "rid and request_id differ; send only one of them",
+                param="request_id",
+            )
+        return self
 
     @property
     def namespace(self) -> str:
-        """Name of the prefixes that the request may share: the salt itself where there is nothing
-        else, as :mod:`pd.node.kv_events` publishes it. No two pairs of salt and key have one."""
+        """Scope in which the request shares prefixes. It is unique for each pair of salt and key.
+
+        Without a key it is the plain salt, because :mod:`pd.node.kv_events` publishes it.
+        """
         salt = self.cache_salt
         if not self.extra_key and not salt.startswith(_PAIR_MARK):
             return salt

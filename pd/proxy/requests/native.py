@@ -17,8 +17,16 @@ from pydantic import (
 from pd.core.errors import InvalidRequestError
 from pd.core.grammar import Grammar
 from pd.core.sampling_params import MAX_TOP_LOGPROBS, RANGES
-from pd.proxy.choices import ChoicesMethod
-from pd.proxy.fields import (
+from pd.proxy.requests.common import (
+    GrammarText,
+    ObjectOrText,
+    RequestFields,
+    Rids,
+    SamplingFields,
+    Seed,
+    sampling_field,
+)
+from pd.proxy.requests.fields import (
     MAX_OPTIONS,
     Bounds,
     Choices,
@@ -26,73 +34,46 @@ from pd.proxy.fields import (
     PromptValue,
     Texts,
     TokenIds,
-    mismatch,
-    show,
+    describe_value,
+    make_mismatch,
     split_prompts,
 )
-from pd.proxy.requests.common import (
-    UNSUPPORTED_SAMPLING,
-    GrammarText,
-    ObjectOrText,
-    RequestFields,
-    Rids,
-    SamplingFields,
-    Seed,
-    sampled,
-)
-from pd.proxy.structured import only_grammar
+from pd.proxy.requests.known_fields import GENERATE, FieldPlace
+from pd.proxy.requests.output_grammar import find_only_grammar
 
 T = TypeVar("T")
+ChoicesMethod = Literal["token_length_normalized", "greedy_token", "unconditional_likelihood"]
 
 GENERATE_TOKENS = 128
-
-_UNSUPPORTED_NATIVE: dict[str, tuple[object, ...]] = UNSUPPORTED_SAMPLING | {
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "include_stop_str_in_output": (False,),
-    "truncate_prompt_tokens": (),
-    "return_prompt_token_ids": (False,),
-    "image_data": ("", [], [None]),
-    "audio_data": ("", [], [None]),
-    "video_data": ("", [], [None]),
-    "input_embeds": (),
-    "session_params": (),
-    "return_hidden_states": (False,),
-    "response_format": (),
-    "tools": ([],),
-}
-# OpenAI's names of sampling parameters, and SGLang's.
-_OPENAI_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
 
 
 class NativeSampling(SamplingFields):
     """Sampling parameters under SGLang's names."""
 
-    renamed = _OPENAI_NAMES
+    place = FieldPlace((GENERATE,), "sampling_params")
 
     max_new_tokens: Integer | None = Field(
         None,
-        description=f"Tokens of an answer at most. Unless given, {GENERATE_TOKENS} or what the "
-        "context leaves; 0 computes the prompt only.",
+        description=f"Maximum number of tokens of an answer. Default: {GENERATE_TOKENS}, or "
+        "the rest of the context. With 0, only the prompt is computed.",
         json_schema_extra={"minimum": 0, "maximum": RANGES["max_tokens"][1]},
     )
-    min_new_tokens: Integer = sampled(
-        "min_tokens", 0, "No end of sequence, stop token or stop string before so many tokens."
+    min_new_tokens: Integer = sampling_field(
+        "min_tokens",
+        0,
+        "Minimum number of tokens before an end of sequence, stop token or stop string.",
     )
     sampling_seed: Seed | None = Field(
         None,
-        description="In float32 the same seed gives the same answer on any node and in any batch. "
-        "Unless given, one is drawn for each prompt.",
+        description="In float32 the same seed gives the same answer on any node and in any "
+        "batch. By default, one is drawn per prompt.",
     )
-    seed: Seed | None = Field(None, description="The same as `sampling_seed`, which goes first.")
+    seed: Seed | None = Field(None, description="The same as `sampling_seed`.")
     no_stop_trim: bool = Field(
         False, description="Leaves the stop string or stop token that ended an answer in its text."
     )
     regex: GrammarText | None = Field(
-        None, description="A regular expression that the whole answer matches."
+        None, description="A regular expression for the whole answer."
     )
     json_schema: ObjectOrText | None = Field(
         None, description="A JSON schema, as an object or its text, for the answer."
@@ -105,14 +86,23 @@ class NativeSampling(SamplingFields):
     )
     _grammar: Grammar | None = PrivateAttr(None)
 
-    def arguments(self) -> dict[str, Any]:
+    def make_arguments(self) -> dict[str, Any]:
         seed = self.seed if self.sampling_seed is None else self.sampling_seed
         own = {"seed": seed, "min_tokens": self.min_new_tokens, "grammar": self._grammar}
-        return super().arguments() | own
+        return super().make_arguments() | own
+
+    @model_validator(mode="after")
+    def _has_one_seed(self) -> Self:
+        if self.sampling_seed is not None and self.seed not in (None, self.sampling_seed):
+            raise InvalidRequestError(
+                "sampling_seed and seed differ; leave one of them out",
+                param="seed",
+            )
+        return self
 
     @model_validator(mode="after")
     def _has_one_grammar(self) -> Self:
-        self._grammar = only_grammar(
+        self._grammar = find_only_grammar(
             regex=self.regex,
             json_schema=self.json_schema,
             ebnf=self.ebnf,
@@ -121,14 +111,14 @@ class NativeSampling(SamplingFields):
         return self
 
 
-# Tags are no part of a field's name, see pd.proxy.request_model.
+# Tags of union members, hidden in an error's path; see pd.proxy.requests.request_model.
 _ONE, _EACH = "<object>", "<list>"
-# A value for all prompts or, in a batch, a list with one for each.
+# One value for all prompts or, in a batch, a list with a value per prompt.
 _PerPrompt = Annotated[
     Annotated[T, Tag(_ONE)] | Annotated[list[T], Field(fail_fast=True), Tag(_EACH)],
     Discriminator(lambda value: _EACH if isinstance(value, list) else _ONE),
 ]
-# Its fields, in the order of PromptOptions, and what their values are called in messages.
+# The fields with such values in the order of PromptOptions, and the names of their types in errors.
 _PER_PROMPT = {
     "sampling_params": ("an object", "objects"),
     "return_logprob": ("a boolean", "booleans"),
@@ -138,7 +128,7 @@ _PER_PROMPT = {
 
 
 class PromptOptions(NamedTuple):
-    """Options of one prompt of a request in the native shape."""
+    """Options of one prompt."""
 
     sampling: NativeSampling
     return_logprob: bool
@@ -147,9 +137,9 @@ class PromptOptions(NamedTuple):
 
 
 class GenerateRequest(RequestFields):
-    """A request in SGLang's native shape: one prompt or a batch of them."""
+    """A request in SGLang's native shape, for one prompt or a batch."""
 
-    unsupported = _UNSUPPORTED_NATIVE
+    place = FieldPlace((GENERATE,))
 
     text: Texts | None = Field(
         None, description="A prompt, or a list of them. Exactly one of `text` and `input_ids`."
@@ -157,10 +147,14 @@ class GenerateRequest(RequestFields):
     input_ids: TokenIds | None = Field(
         None, description="Token ids of a prompt, or a list of such lists."
     )
+    add_special_tokens: bool = Field(
+        True, description="Puts the tokenizer's special tokens, such as BOS, before a text."
+    )
     rid: Rids | None = Field(
         None,
-        description="Name of the request for `/abort_request`, drawn unless given; for a batch "
-        "also a list with one for each prompt. 400 while another request of the same key has it.",
+        description="Name of the request for `/abort_request`. By default, one is drawn. A "
+        "batch may have a list with a name per prompt. The name of a running "
+        "request of the same key is a 400.",
     )
     sampling_params: _PerPrompt[NativeSampling] = Field(
         {},
@@ -168,49 +162,51 @@ class GenerateRequest(RequestFields):
         description="One object, or for a batch a list with one for each prompt.",
     )
     incremental: bool = Field(
-        False, description="Every event of a stream has only what is new instead of all so far."
+        False, description="Events of a stream have only new output instead of all output so far."
     )
     return_logprob: _PerPrompt[bool] = Field(
         False,
-        description="Adds log probabilities to `meta_info`. It and the two fields that go with it "
-        "may be lists for a batch, with a value for each prompt.",
+        description="Adds log probabilities to `meta_info`. For a batch, this field and the "
+        "next two may be lists with a value per prompt.",
     )
     logprob_start_len: _PerPrompt[Annotated[Integer, Bounds(-1, RANGES["max_tokens"][1])]] = Field(
         -1,
-        description="With `return_logprob`: the first token of the prompt whose log probability "
-        "is given; -1 gives none of the prompt.",
+        description="First token of the prompt whose log probability is returned; -1 for none, or "
+        "for all if `max_new_tokens` is 0. Needs `return_logprob`.",
     )
     top_logprobs_num: _PerPrompt[Annotated[Integer, Bounds(0, MAX_TOP_LOGPROBS)]] = Field(
-        0, description="With `return_logprob`: so many of the likeliest tokens beside each."
+        0, description="Number of likeliest tokens to show for each token. Needs `return_logprob`."
     )
     choices: Choices | None = Field(
         None,
-        description="Options, texts or lists of token ids: the answer is the likeliest one after "
-        "the prompt instead of a generated text, and `meta_info.choices` scores all of them.",
+        description="Options as texts or lists of token ids. The answer is the likeliest "
+        "option after the prompt, and `meta_info.choices` has the scores of all "
+        "options.",
         json_schema_extra={"minItems": 1, "maxItems": MAX_OPTIONS},
     )
     choices_method: ChoicesMethod = Field(
         "token_length_normalized",
-        description="With `choices`: what is compared. `token_length_normalized`: the mean log "
-        "probability of an option's tokens. `greedy_token`: the log probability of the first "
-        "token, among options with the same one that of the next, and so on. "
-        "`unconditional_likelihood`: how much the prompt adds to the mean log probability.",
+        description="How `choices` are compared. `token_length_normalized`: the mean log "
+        "probability of an option's tokens. `greedy_token`: the log probability of "
+        "the first token; among options with the same first token, that of the "
+        "next, and so on. `unconditional_likelihood`: how much the prompt adds to "
+        "the mean log probability.",
     )
 
     @property
     def source(self) -> Literal["text", "input_ids"]:
-        """The field with the prompts."""
+        """The name of the field with the prompts."""
         return "input_ids" if self.text is None else "text"
 
     @property
     def prompts(self) -> PromptValue:
-        """The prompt or prompts, texts or token ids."""
+        """The prompt or prompts, as texts or token ids."""
         prompts = self.input_ids if self.text is None else self.text
         assert prompts is not None
         return prompts
 
-    def options(self, num_prompts: int) -> list[PromptOptions]:
-        """The options of each prompt."""
+    def split_options(self, num_prompts: int) -> list[PromptOptions]:
+        """Return the options of each prompt."""
         values = [getattr(self, name) for name in _PER_PROMPT]
         each = [v if isinstance(v, list) else [v] * num_prompts for v in values]
         return [PromptOptions(*options) for options in zip(*each, strict=True)]
@@ -224,9 +220,9 @@ class GenerateRequest(RequestFields):
         prompts, is_batch = split_prompts(given) if given else ([], False)
         one, several = _PER_PROMPT[info.field_name or ""]
         if not is_batch:
-            raise mismatch(one, value)
+            raise make_mismatch(one, value)
         if len(value) != len(prompts):
-            raise mismatch(f"{one} or a list of {len(prompts)} {several}", value)
+            raise make_mismatch(f"{one} or a list of {len(prompts)} {several}", value)
         return value
 
     @model_validator(mode="after")
@@ -238,7 +234,7 @@ class GenerateRequest(RequestFields):
         if isinstance(self.rid, list) and not (is_batch and len(self.rid) == len(prompts)):
             raise InvalidRequestError(
                 f"rid must be a string, or for a batch a list of {len(prompts)} strings, not "
-                f"{show(self.rid)}",
+                f"{describe_value(self.rid)}",
                 param="rid",
             )
         params = self.sampling_params
@@ -264,13 +260,13 @@ class GenerateRequest(RequestFields):
             )
         if self.stream:
             raise InvalidRequestError(
-                "choices are scored all at once, so that nothing can be streamed; set stream to "
-                "false",
+                "choices cannot be streamed, because they are scored all at once; set stream "
+                "to false",
                 param="stream",
             )
         if self.return_logprob:
             raise InvalidRequestError(
-                "return_logprob does not go with choices, which always come with their log "
+                "return_logprob cannot be combined with choices, which always come with log "
                 "probabilities; leave it out",
                 param="return_logprob",
             )
@@ -279,7 +275,7 @@ class GenerateRequest(RequestFields):
             raise InvalidRequestError(
                 f"choices have one answer, but n is {sampling.n}; leave it out", param="n"
             )
-        if sampling.arguments()["grammar"] is not None:
+        if sampling.make_arguments()["grammar"] is not None:
             raise InvalidRequestError(
                 "choices and a grammar cannot constrain the same output; leave one of them out",
                 param="choices",

@@ -1,4 +1,4 @@
-"""Bodies of OpenAI's endpoints: what they share, and completions."""
+"""Bodies of OpenAI's endpoints: the shared fields, and completions."""
 
 from __future__ import annotations
 
@@ -10,28 +10,27 @@ from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 from pd.core.errors import InvalidRequestError
 from pd.core.grammar import Grammar
 from pd.core.sampling_params import MAX_TOP_LOGPROBS, RANGES
-from pd.proxy.fields import MAX_OPTIONS, Bounds, ChoiceTexts, Integer, Prompts
-from pd.proxy.request_model import RequestModel
 from pd.proxy.requests.common import (
-    UNSUPPORTED_SAMPLING,
     GrammarText,
     ObjectOrText,
     RequestFields,
     Rid,
     SamplingFields,
     Seed,
-    sampled,
+    sampling_field,
 )
-from pd.proxy.structured import (
+from pd.proxy.requests.fields import MAX_OPTIONS, Bounds, ChoiceTexts, Integer, Prompts
+from pd.proxy.requests.known_fields import CHAT, COMPLETIONS, FieldPlace
+from pd.proxy.requests.output_grammar import (
     FieldKind,
     check_response_format,
-    field_grammar,
-    response_format_grammar,
+    make_field_grammar,
+    make_response_grammar,
 )
+from pd.proxy.requests.request_model import RequestModel
 
 COMPLETION_TOKENS = 16
-_CHAT_NAMES = {"top_logprobs": "logprobs"}
-# Fields that constrain the answer beside ``response_format``, and what they hold.
+# Fields that constrain the answer in addition to ``response_format``, and their contents.
 _GRAMMAR_FIELDS: dict[str, FieldKind] = {
     "regex": "regex",
     "guided_regex": "regex",
@@ -41,7 +40,7 @@ _GRAMMAR_FIELDS: dict[str, FieldKind] = {
     "guided_grammar": "ebnf",
     "guided_choice": "choice",
 }
-# The fields of ``structured_outputs``, and the names under which the model has them.
+# Maps the fields of ``structured_outputs`` to the model's attributes and contents.
 _STRUCTURED_OUTPUTS: dict[str, tuple[str, FieldKind]] = {
     "json": ("json_schema", "json_schema"),
     "regex": ("regex", "regex"),
@@ -51,47 +50,29 @@ _STRUCTURED_OUTPUTS: dict[str, tuple[str, FieldKind]] = {
     "structural_tag": ("structural_tag", "structural_tag"),
 }
 
-UNSUPPORTED_OPENAI: dict[str, tuple[object, ...]] = UNSUPPORTED_SAMPLING | {
-    "structural_tag": (),
-    "guided_whitespace_pattern": (),
-    "no_stop_trim": (False,),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "suffix": ("",),
-    "prompt_embeds": (),
-    "modalities": (["text"],),
-    "audio": (),
-    "web_search_options": (),
-    "documents": ([],),
-    "chat_template": (),
-    "return_hidden_states": (False,),
-}
-
 
 class StreamOptions(RequestModel):
-    """Options of a stream: what it reports beside the answer."""
+    """Options of a stream."""
+
+    place = FieldPlace((COMPLETIONS, CHAT), "stream_options")
 
     include_usage: bool = Field(
-        False, description="One more event before the end has the request's `usage`."
+        False, description="Adds an event with the request's `usage` before the end."
     )
     continuous_usage_stats: bool = Field(
-        False, description="With `include_usage`: every event has the `usage` so far."
+        False, description="Adds the `usage` so far to every event. Needs `include_usage`."
     )
 
 
 class StructuredOutputs(RequestModel):
-    """A constraint of the answer as vLLM takes it. One of them counts."""
+    """A constraint of the answer in vLLM's form. Only one may be set."""
 
-    unsupported = {  # noqa: RUF012
-        "whitespace_pattern": (),
-        "disable_any_whitespace": (False,),
-        "disable_additional_properties": (False,),
-    }
+    place = FieldPlace((COMPLETIONS, CHAT), "structured_outputs")
 
-    # Models of pydantic have a method of the field's own name.
+    # The attribute cannot be called `json`, because pydantic's models have a method of that name.
     json_schema: ObjectOrText | None = Field(None, alias="json", description="A JSON schema.")
     regex: GrammarText | None = Field(None, description="A regular expression.")
-    choice: ChoiceTexts | None = Field(None, description="Texts of which the answer is one.")
+    choice: ChoiceTexts | None = Field(None, description="The answer is one of these texts.")
     grammar: GrammarText | None = Field(None, description="A grammar in GBNF.")
     json_object: bool = Field(False, description="Any JSON object.")
     structural_tag: ObjectOrText | None = Field(None, description="In xgrammar's form.")
@@ -100,31 +81,31 @@ class StructuredOutputs(RequestModel):
 class OpenAIRequest(SamplingFields, RequestFields):
     """Fields of both OpenAI endpoints."""
 
-    unsupported = UNSUPPORTED_OPENAI
-
     rid: Rid | None = Field(
         None,
-        description="Name of the request for `/abort_request`, drawn unless given. 400 while "
-        "another request of the same key has it.",
+        description="Name of the request for `/abort_request`. By default, one is drawn. The "
+        "name of a running request of the same key is a 400.",
     )
     max_tokens: Integer | None = Field(
         None,
-        description="Tokens of an answer at most. Unless given: 16 for completions, for chats what "
-        "the context leaves.",
+        description="Maximum number of tokens of an answer. Default: 16 for completions, the "
+        "rest of the context for chats.",
         json_schema_extra={"minimum": 0, "maximum": RANGES["max_tokens"][1]},
     )
     max_completion_tokens: Integer | None = Field(
         None,
-        description="The same as `max_tokens`, before which it counts.",
+        description="The same as `max_tokens`. This one counts if both are given.",
         json_schema_extra={"minimum": 0, "maximum": RANGES["max_tokens"][1]},
     )
-    min_tokens: Integer = sampled(
-        "min_tokens", 0, "No end of sequence, stop token or stop string before so many tokens."
+    min_tokens: Integer = sampling_field(
+        "min_tokens",
+        0,
+        "Minimum number of tokens before an end of sequence, stop token or stop string.",
     )
     seed: Seed | None = Field(
         None,
-        description="In float32 the same seed gives the same answer on any node and in any batch. "
-        "Unless given, one is drawn for each prompt.",
+        description="In float32 the same seed gives the same answer on any node and in any "
+        "batch. By default, one is drawn per prompt.",
     )
     stream_options: StreamOptions | None = Field(None, description="Only with `stream`.")
     response_format: Annotated[dict[str, object], AfterValidator(check_response_format)] | None = (
@@ -136,7 +117,7 @@ class OpenAIRequest(SamplingFields, RequestFields):
         )
     )
     regex: GrammarText | None = Field(
-        None, description="A regular expression that the whole answer matches; also `guided_regex`."
+        None, description="A regular expression for the whole answer; also `guided_regex`."
     )
     guided_regex: GrammarText | None = Field(None, description="The same as `regex`.")
     json_schema: ObjectOrText | None = Field(
@@ -151,7 +132,7 @@ class OpenAIRequest(SamplingFields, RequestFields):
     guided_grammar: GrammarText | None = Field(None, description="The same as `ebnf`.")
     guided_choice: ChoiceTexts | None = Field(
         None,
-        description="Texts of which the answer is one.",
+        description="The answer is one of these texts.",
         json_schema_extra={"minItems": 1, "maxItems": MAX_OPTIONS},
     )
     structured_outputs: StructuredOutputs | None = Field(
@@ -162,16 +143,16 @@ class OpenAIRequest(SamplingFields, RequestFields):
     )
     truncate_prompt_tokens: Annotated[Integer, Bounds(-1, RANGES["max_tokens"][1])] | None = Field(
         None,
-        description="Takes so many tokens of the prompt at most, the last ones; -1: as many as the "
-        "context has room for.",
+        description="Maximum number of tokens of the prompt. The first ones are dropped. -1: "
+        "as many as fit into the context.",
     )
     truncation_side: Literal["left", "right"] = Field(
-        "left", description="With `truncate_prompt_tokens`: the side from which tokens are taken."
+        "left", description="The side at which `truncate_prompt_tokens` drops tokens."
     )
     prompt_logprobs: Annotated[Integer, Bounds(0, MAX_TOP_LOGPROBS)] | None = Field(
         None,
-        description="Log probabilities of the prompt's tokens, with so many of the likeliest ones "
-        "beside each. Not for streams.",
+        description="Adds log probabilities of the prompt's tokens, and of this many likeliest "
+        "tokens for each. Not for streams.",
     )
     return_tokens_as_token_ids: bool = Field(
         False, description="Names tokens in log probabilities by their ids: `token_id:17`."
@@ -181,20 +162,16 @@ class OpenAIRequest(SamplingFields, RequestFields):
         description="Adds `token_ids` to every choice, and `prompt_token_ids` to the first chunk "
         "or the answer.",
     )
-    user: str | None = Field(None, description="Of no effect.")
     _grammar: Grammar | None = PrivateAttr(None)
     _grammar_field: str = PrivateAttr("response_format")
 
-    def arguments(self) -> dict[str, Any]:
-        own = {"seed": self.seed, "min_tokens": self.min_tokens, "grammar": self._grammar}
-        return super().arguments() | own | self._logprobs()
-
-    def _logprobs(self) -> dict[str, Any]:
-        """Arguments about log probabilities; those of the prompt come with those of the answer."""
+    def make_arguments(self) -> dict[str, Any]:
+        arguments = super().make_arguments()
+        arguments |= {"seed": self.seed, "min_tokens": self.min_tokens, "grammar": self._grammar}
         shown, prompt = self.top_tokens, self.prompt_logprobs
-        if shown is None and prompt is None:
-            return {}
-        arguments: dict[str, Any] = {"logprobs": True, "top_logprobs": max(shown or 0, prompt or 0)}
+        if shown is not None or prompt is not None:
+            # Nodes send the prompt's log probabilities with the answer's.
+            arguments |= {"logprobs": True, "top_logprobs": max(shown or 0, prompt or 0)}
         if prompt is not None:
             arguments["prompt_logprobs_start"] = 0
         return arguments
@@ -202,8 +179,7 @@ class OpenAIRequest(SamplingFields, RequestFields):
     @property
     @abstractmethod
     def top_tokens(self) -> int | None:
-        """Likeliest tokens that are shown beside each token of an answer; None: no log
-        probabilities are."""
+        """Number of likeliest tokens to show per token; None if no log probabilities are shown."""
 
     @property
     def grammar_field(self) -> str:
@@ -211,14 +187,14 @@ class OpenAIRequest(SamplingFields, RequestFields):
         return self._grammar_field
 
     @property
-    def wanted_tokens(self) -> int | None:
-        """The limit on an answer that the client chose, or None."""
-        most = self.max_completion_tokens
-        return self.max_tokens if most is None else most
+    def token_limit(self) -> int | None:
+        """The client's limit on the tokens of an answer, or None."""
+        limit = self.max_completion_tokens
+        return self.max_tokens if limit is None else limit
 
     @property
     def shows_prompt_ids(self) -> bool:
-        """Whether the token ids of the prompt are a part of the answer."""
+        """Whether the answer includes the token ids of the prompt."""
         return self.return_token_ids
 
     @property
@@ -232,22 +208,22 @@ class OpenAIRequest(SamplingFields, RequestFields):
     @model_validator(mode="after")
     def _response_has_a_grammar(self) -> Self:
         given: dict[str, Grammar | None] = {
-            "response_format": response_format_grammar(self.response_format)
+            "response_format": make_response_grammar(self.response_format)
         }
         for field, kind in _GRAMMAR_FIELDS.items():
-            given[field] = field_grammar(field, kind, getattr(self, field))
+            given[field] = make_field_grammar(field, kind, getattr(self, field))
         outputs = self.structured_outputs
         if outputs is not None:
             for field, (attribute, kind) in _STRUCTURED_OUTPUTS.items():
                 name = f"structured_outputs.{field}"
-                given[name] = field_grammar(name, kind, getattr(outputs, attribute))
-        found = {field: grammar for field, grammar in given.items() if grammar is not None}
-        if len(found) > 1:
-            first, second, *_ = found
+                given[name] = make_field_grammar(name, kind, getattr(outputs, attribute))
+        grammars = {field: grammar for field, grammar in given.items() if grammar is not None}
+        if len(grammars) > 1:
+            first, second, *_ = grammars
             raise InvalidRequestError(
                 f"{first} and {second} cannot constrain the same output", param=second
             )
-        for field, grammar in found.items():
+        for field, grammar in grammars.items():
             self._grammar, self._grammar_field = grammar, field
         return self
 
@@ -279,14 +255,9 @@ class OpenAIRequest(SamplingFields, RequestFields):
 
 
 class CompletionRequest(OpenAIRequest):
-    """A request for completions of one or several prompts."""
+    """Asks for completions of one or several prompts."""
 
-    unsupported = UNSUPPORTED_OPENAI | {
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-        "return_prompt_token_ids": (False,),
-    }
-    renamed = _CHAT_NAMES
+    place = FieldPlace((COMPLETIONS,))
 
     prompt: Prompts = Field(
         description="A string, a list of strings, a list of token ids, or a list of such lists."
@@ -294,8 +265,8 @@ class CompletionRequest(OpenAIRequest):
     echo: bool = Field(False, description="Puts the prompt before the answer.")
     logprobs: Annotated[Integer, Bounds(0, MAX_TOP_LOGPROBS)] | None = Field(
         None,
-        description="Log probabilities of so many of the likeliest tokens beside each token; with "
-        "`echo` also for the prompt.",
+        description="Adds log probabilities, with this many likeliest tokens for each token. "
+        "With `echo`, the prompt has them, too.",
     )
     add_special_tokens: bool = Field(
         True, description="Puts the tokenizer's special tokens, such as BOS, before a text."
@@ -303,7 +274,7 @@ class CompletionRequest(OpenAIRequest):
 
     @model_validator(mode="after")
     def _something_is_generated(self) -> Self:
-        if self.wanted_tokens == 0 and not self.echo:
+        if self.token_limit == 0 and not self.echo:
             raise InvalidRequestError(
                 "max_tokens must be at least 1 (0 only together with echo), not 0",
                 param="max_tokens",
@@ -314,8 +285,8 @@ class CompletionRequest(OpenAIRequest):
     def top_tokens(self) -> int | None:
         return self.logprobs
 
-    def arguments(self) -> dict[str, Any]:
-        arguments = super().arguments()
+    def make_arguments(self) -> dict[str, Any]:
+        arguments = super().make_arguments()
         if self.logprobs is not None and self.echo:
             arguments["prompt_logprobs_start"] = 0
         return arguments

@@ -1,21 +1,21 @@
 """One-sided writes between processes, with faults from a script: the backend of the fault tests.
 
 It moves real bytes over sockets but behaves like RDMA at its most inconvenient: D's card performs
-each write that arrives, by slot, without a look at rooms or epochs, and D is not told. The faults
-are those of :mod:`pd.transfer.fake.script`.
+each arriving write by slot, without checking rooms or epochs, and D does not learn of it.
+:mod:`pd.transfer.fake.script` describes the faults.
 
-Guarantees, and what they rest on:
+Guarantees, and why they hold:
 
-- A write carries the key that D gave to this peer and that ``disconnect`` takes away under the lock
-  that each write holds. So after D's ``disconnect`` or ``close`` nothing of the peer lands, not
-  even what P sends later for reservations that it got before.
+- A write carries a key for its peer from D. ``disconnect`` revokes the key under the lock held by
+  each write. So after D's ``disconnect`` or ``close`` nothing of the peer lands, not even later
+  writes for earlier reservations.
 - ``Sender.poll`` is DONE, and ``Sender.drained`` true, when D's card acknowledged each write and
-  each duplicate of it, or P's link will not issue it any more, or D closed its end of the link.
-- ``Receiver.drained`` is therefore false after an abort until ``peer_drained`` or ``disconnect``:
-  within one key, only the protocol (drain, quarantine, commit after data) protects the pages.
-- After P's ``disconnect`` a thread gives D up to a second to read what is on the wire, and
-  ``Sender.drained`` is false meanwhile. A node does not send ``Drained`` to a peer that it
-  disconnected; that peer is protected by its own ``disconnect``.
+  its duplicate, or P's link will not issue it any more, or D closed its end of the link.
+- So ``Receiver.drained`` stays False after an abort until ``on_peer_drained`` or ``disconnect``.
+  Within one key, only the protocol (drain, quarantine, commit after data) protects the pages.
+- After P's ``disconnect`` a thread gives D up to a second to read the wire, and ``Sender.drained``
+  is False meanwhile. A node sends no ``Drained`` to a peer after disconnecting it; the peer is
+  protected by its own ``disconnect``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import time
 from typing import TYPE_CHECKING
 
 from pd.core.errors import TransferError
-from pd.core.starvation import Patience
 from pd.transfer.base import Receiver, Sender, TransferManager
 from pd.transfer.computed import Computed
 from pd.transfer.fake.link import FakeLink
@@ -33,21 +32,22 @@ from pd.transfer.fake.nic import FakeNic, FakeReceiver
 from pd.transfer.fake.script import FaultScript, RoomCounter
 from pd.transfer.fake.sender import FakeSender
 from pd.transfer.pool_memory import PoolMemory
-from pd.transfer.pool_shape import missing_tokens, wanted_tokens
 from pd.transfer.wire.greeting import peer_address, require_loopback, transfer_key
+from pd.util.starvation import Patience
 
 if TYPE_CHECKING:
     from pd.core.messages import Reservation
     from pd.core.node_info import NodeInfo
-    from pd.transfer.base import IntArray, KVBuffer
+    from pd.transfer.kv_buffer import IntArray, KVBuffer
+    from pd.transfer.pool_shape import MissingTokens
 
 
 class FakeManager(TransferManager):
-    """See the module's docstring. Arguments as for :class:`~pd.transfer.tcp.manager.TcpManager`,
-    and:
+    """See the module's docstring. It takes the arguments of
+    :class:`~pd.transfer.tcp.manager.TcpManager`, and:
 
     Args:
-        script: what goes wrong; nothing by default.
+        script: the faults; none by default.
     """
 
     name = "fake"
@@ -65,12 +65,12 @@ class FakeManager(TransferManager):
     ) -> None:
         if cluster_key is None:
             require_loopback(host, "the data address")
-        self.patience = patience or Patience()
+        self._memory = PoolMemory(pool)
+        super().__init__(self._memory.shape, patience or Patience())
         self._instance, self._key = instance_id, transfer_key(cluster_key)
         self._host = advertise_host or host
         self._script = script or FaultScript()
         self._rooms, self._reservations = RoomCounter(), RoomCounter()
-        self._memory = PoolMemory(pool)
         self._computed = Computed(pool.memory.device, self.name)
         self.nic = FakeNic(self._memory, instance_id, host, self._key, self.patience)
         self._lock = threading.Lock()
@@ -90,17 +90,17 @@ class FakeManager(TransferManager):
                 self._instance, peer.instance_id, address, self._key, self._script, self.patience
             )
         if old is not None:
-            old.end(f"{peer.instance_id} has a new address")
+            old.end_link(f"{peer.instance_id} has a new address")
 
     def disconnect(self, instance_id: str) -> None:
         with self._lock:
             link = self._links.pop(instance_id, None)
-        self.nic.disconnect(instance_id)
+        self.nic.disconnect_peer(instance_id)
         if link is not None:
-            link.end(f"{instance_id} was disconnected")
+            link.end_link(f"{instance_id} was disconnected")
 
-    def sender(
-        self, peer: str, reservation: Reservation, pages: IntArray, num_tokens: int
+    def open_sender(
+        self, peer: str, reservation: Reservation, pages: IntArray, tokens: MissingTokens
     ) -> Sender:
         with self._lock:
             link = self._links.get(peer)
@@ -108,27 +108,18 @@ class FakeManager(TransferManager):
                 self._began = time.monotonic()
         if link is None:
             raise TransferError(f"{peer} is not connected")
-        tokens = wanted_tokens(self._memory.shape, reservation, num_tokens)
-        sender = FakeSender(
-            link, self._memory, self._computed, self._rooms.next(), reservation, pages, tokens
-        )
-        link.open(sender, self._began)
+        number = self._rooms.next_number()
+        sender = FakeSender(link, self._memory, self._computed, number, reservation, pages, tokens)
+        link.add_sender(sender, self._began)
         return sender
 
-    def receiver(
-        self,
-        peer: str,
-        room: bytes,
-        epoch: int,
-        pages: IntArray,
-        cached: tuple[int, ...],
-        num_tokens: int,
+    def open_receiver(
+        self, peer: str, room: bytes, epoch: int, pages: IntArray, tokens: MissingTokens
     ) -> Receiver:
-        tokens = missing_tokens(self._memory.shape, cached, num_tokens)
-        return FakeReceiver(self.nic, self._memory.shape, peer, pages, tokens)
+        return FakeReceiver(self.nic, self.shape, peer, pages, tokens)
 
     def reservation_delay(self) -> float:
-        return self._script.reservation_delay(self._reservations.next())
+        return self._script.reservation_delay(self._reservations.next_number())
 
     def close(self) -> None:
         self.nic.close()

@@ -1,4 +1,4 @@
-"""Receiving side of the fake backend: a "network card" that performs every write that arrives."""
+"""Receiving side of the fake backend: a "network card" that performs every arriving write."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from pd.core.errors import PDError, TransferError
-from pd.kernels.paging import page_count
-from pd.transfer.base import Receiver, TransferState
-from pd.transfer.ranges import Block, check_pages
+from pd.core.errors import TransferError
+from pd.transfer.base import TransferState
+from pd.transfer.common.unseen_receiver import UnseenReceiver, encode_pages
+from pd.transfer.ranges import Block
 from pd.transfer.wire.greeting import GreetingError, IncomingGreeting
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pd.core.starvation import Patience
-    from pd.transfer.base import IntArray
+    from pd.transfer.kv_buffer import IntArray
     from pd.transfer.pool_memory import PoolMemory
     from pd.transfer.pool_shape import MissingTokens, PoolShape
+    from pd.util.starvation import Patience
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +41,10 @@ _GREETING_SECONDS, _CLOSE_SECONDS = 5.0, 1.0
 
 
 class FakeDestination(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The destination of a room's tokens, as carried by ``Reservation.destination``.
+    """The destination of a room's tokens, carried by ``Reservation.destination``.
 
     Attributes:
-        key: permits this peer to write; invalid once the peer is disconnected.
+        key: permits this peer to write. Invalid after the peer is disconnected.
         pages: little-endian int32 page table of the whole sequence.
     """
 
@@ -56,10 +56,10 @@ class FakeDestination(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FakeNic:
-    """Listens for links and writes what they carry.
+    """Listens for links and performs their writes.
 
-    A write names slots, and like an RDMA card this one checks only that they lie in the pool and
-    that the writer's key is valid: it knows nothing of rooms and epochs.
+    A write names slots. Like an RDMA card, this one checks only that they lie in the pool and that
+    the writer's key is valid. It does not know rooms and epochs.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class FakeNic:
     ) -> None:
         self._memory, self._patience = memory, patience
         self._instance, self._key = instance_id, key
-        # Held during each write, so that after a key was taken away none of its writes can land.
+        # Held during each write, so that no write can land after its key was revoked.
         self._lock = threading.Lock()
         self._peers: dict[int, str] = {}
         self._links: dict[socket.socket, str] = {}
@@ -83,15 +83,15 @@ class FakeNic:
         self._listener = socket.create_server((host, 0), family=family, backlog=64)
         self.port: int = self._listener.getsockname()[1]
         self._threads: list[threading.Thread] = []
-        self._start("pd-fake-nic", self._accept)
+        self._start_thread("pd-fake-nic", self._accept_links)
 
-    def _start(self, name: str, target: Callable[..., None], *args: Any) -> None:
+    def _start_thread(self, name: str, target: Callable[..., None], *args: Any) -> None:
         thread = threading.Thread(target=target, args=args, name=name, daemon=True)
         self._threads = [old for old in self._threads if old.is_alive()] + [thread]
         thread.start()
 
     def key_for(self, peer: str) -> int:
-        """The key with which ``peer`` may write; a new one after it was disconnected."""
+        """Return the key for writes of ``peer``, which is a new one after a disconnect."""
         with self._lock:
             if self._closed:
                 raise TransferError("the transfer manager was closed")
@@ -102,13 +102,13 @@ class FakeNic:
             self._peers[key] = peer
             return key
 
-    def valid(self, key: int) -> bool:
+    def is_valid(self, key: int) -> bool:
         """Whether writes with this key can still land."""
         with self._lock:
             return key in self._peers
 
-    def disconnect(self, peer: str) -> None:
-        """Make the peer's key invalid: when this returns, no write of the peer lands any more."""
+    def disconnect_peer(self, peer: str) -> None:
+        """Revoke the peer's key. When this returns, no write of the peer lands any more."""
         with self._lock:
             self._peers = {k: p for k, p in self._peers.items() if p != peer}
             links = [sock for sock, owner in self._links.items() if owner == peer]
@@ -123,26 +123,26 @@ class FakeNic:
         _shut_down(self._listener)
         for sock in links:
             _shut_down(sock)
-        # One that writes while the process ends would take it down with an error.
+        # A thread that writes while the process ends would crash it.
         deadline = time.monotonic() + _CLOSE_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _accept(self) -> None:
+    def _accept_links(self) -> None:
         with self._listener:
             while not self._closed:
                 try:
                     sock, _ = self._listener.accept()
                 except OSError:
                     continue
-                self._start("pd-fake-link", self._serve, sock)
+                self._start_thread("pd-fake-link", self._serve_link, sock)
 
-    def _serve(self, sock: socket.socket) -> None:
+    def _serve_link(self, sock: socket.socket) -> None:
         peer = "an unknown peer"
         try:
             with sock:
                 sock.settimeout(_GREETING_SECONDS)
-                peer = self._greet(sock)
+                peer = self._greet_peer(sock)
                 sock.settimeout(None)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 with self._lock:
@@ -159,16 +159,18 @@ class FakeNic:
             with self._lock:
                 self._links.pop(sock, None)
 
-    def _greet(self, sock: socket.socket) -> str:
+    def _greet_peer(self, sock: socket.socket) -> str:
         welcome = IncomingGreeting(SERVICE, self._instance, self._key)
         while welcome.needs:
-            answer, refusal = welcome.feed(receive_exactly(sock, welcome.needs, self._awaited))
+            answer, refusal = welcome.feed_bytes(
+                receive_exactly(sock, welcome.needs, self._may_still_come)
+            )
             sock.sendall(answer)
             if refusal:
                 raise GreetingError(refusal)
         return welcome.peer
 
-    def _awaited(self, since: float) -> bool:
+    def _may_still_come(self, since: float) -> bool:
         return not self._patience.is_over(since, _GREETING_SECONDS)
 
     def _perform_next(self, sock: socket.socket, peer: str) -> bool:
@@ -188,7 +190,7 @@ class FakeNic:
         with self._lock:
             performed = bool(inside and self._peers.get(key) == peer)
             if performed:
-                self._memory.write(slots, block, data)
+                self._memory.write_block(slots, block, data)
         self.writes += performed
         if not performed:
             self.refused += 1
@@ -198,82 +200,52 @@ class FakeNic:
         return True
 
 
-class FakeReceiver(Receiver):
-    """Does not see what arrives. It is DONE on commit, and drained when P has drained or was
-    disconnected."""
+class FakeReceiver(UnseenReceiver):
+    """A room whose pages are safe when P has drained or was disconnected."""
 
     def __init__(
         self, nic: FakeNic, shape: PoolShape, peer: str, pages: IntArray, tokens: MissingTokens
     ) -> None:
-        check_pages(pages, shape.page_size, shape.num_slots, tokens.start, tokens.stop)
-        self.peer = peer
-        self.error: PDError | None = None
-        self._nic = nic
-        self._key = nic.key_for(peer)
-        self._expected = shape.missing_bytes(tokens)
-        self._state = TransferState.ACTIVE
-        self._peer_drained = False
-        self._lock = threading.Lock()
-        covering = pages[: page_count(tokens.stop, shape.page_size)]
-        self._destination = msgspec.msgpack.encode(
-            FakeDestination(
-                self._key,
-                shape.page_size,
-                tokens.start,
-                tokens.stop,
-                covering.astype("<i4").tobytes(),
-            )
+        self._nic, self._key = nic, nic.key_for(peer)
+        destination = FakeDestination(
+            self._key,
+            shape.page_size,
+            tokens.start,
+            tokens.stop,
+            encode_pages(pages, tokens, shape.page_size),
         )
-
-    @property
-    def destination(self) -> bytes:
-        return self._destination
-
-    @property
-    def bytes_received(self) -> int:
-        return 0
+        super().__init__(peer, shape.missing_bytes(tokens), msgspec.msgpack.encode(destination))
 
     def commit(self, num_bytes: int) -> None:
         self.poll()
-        if num_bytes != self._expected:
-            self._end(
-                TransferError(
-                    f"{self.peer} committed {num_bytes} KV bytes; {self._expected} were reserved"
-                )
-            )
-        else:
-            self._end(None)
+        super().commit(num_bytes)
 
     def poll(self) -> TransferState:
-        if self._state is TransferState.ACTIVE and not self._nic.valid(self._key):
-            self._end(TransferError(f"{self.peer} was disconnected"))
+        if self._state is TransferState.ACTIVE and not self._nic.is_valid(self._key):
+            self.fail(TransferError(f"{self.peer} was disconnected"))
         return self._state
 
-    def abort(self) -> None:
-        self._end(TransferError("aborted"))
-
     def drained(self) -> bool:
-        # A commit follows the last landing, duplicates included: see FakeSender.poll.
+        # A commit follows the last landing, including duplicates: see FakeSender.poll.
         if self.poll() is TransferState.ACTIVE:
             return False
         done = self._state is TransferState.DONE
-        return done or self._peer_drained or not self._nic.valid(self._key)
-
-    def peer_drained(self) -> None:
-        self._peer_drained = True
-
-    def _end(self, error: PDError | None) -> None:
-        with self._lock:
-            if self._state is TransferState.ACTIVE:
-                self.error = error
-                self._state = TransferState.DONE if error is None else TransferState.FAILED
+        return done or self._peer_drained or not self._nic.is_valid(self._key)
 
 
 def receive_exactly(
     sock: socket.socket, size: int, still: Callable[[float], bool] = lambda _: False
 ) -> bytes:
-    """Raises EOFError when the stream ends before, and TimeoutError when the socket's timeout
-    passes and ``still`` does not say that what was awaited since then may still come."""
+    """Receive ``size`` bytes.
+
+    Args:
+        still: whether bytes awaited since a time may still come. Asked after each time-out of the
+            socket.
+
+    Raises:
+        EOFError: the stream ended before.
+        TimeoutError: the socket's timeout passed, and ``still`` denied.
+    """
     data, since = bytearray(size), time.monotonic()
     view, filled = memoryview(data), 0
     while filled < size:

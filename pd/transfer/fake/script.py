@@ -36,7 +36,7 @@ link_down           writes due between ``from`` and ``to`` are stuck in the link
 delay_reservation   decode node: send the reservation ``seconds`` late
 ==================  ================================================================================
 
-Delays of several rules that apply to one write add up.
+If several rules delay one write, their delays add up.
 """
 
 from __future__ import annotations
@@ -57,20 +57,20 @@ if TYPE_CHECKING:
 
 MAX_SECONDS = 3600.0
 _Time = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_SECONDS)]
-# Checked by hand: msgspec 0.22 reads beyond its type table when a union holds both a constrained
-# number and an array.
+# We check this by hand, because msgspec 0.22 reads beyond its type table when a union holds both a
+# constrained number and an array.
 _Seconds: TypeAlias = float | list[float]
 _Index = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", kw_only=True):
-    """Base of all rules, with the fields by which they select."""
+    """Base of all rules, with the fields for their selection."""
 
     rooms: int | list[int] | None = None
     probability: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 1.0
     peer: str = "*"
 
-    def selects(self, peer: str, room: int, draw: random.Random) -> bool:
+    def applies_to(self, peer: str, room: int, draw: random.Random) -> bool:
         """Whether the rule applies to this room of this peer, by the next number drawn."""
         rooms = [self.rooms] if isinstance(self.rooms, int) else self.rooms
         return (
@@ -135,8 +135,8 @@ class WritePlan:
     Attributes:
         delay: seconds before it goes out.
         recallable: an abort in the meantime stops it.
-        lost: it never goes out; the sender fails after ``delay``.
-        duplicate_after: seconds from landing to landing again.
+        lost: it never goes out, and the sender fails after ``delay``.
+        duplicate_after: seconds from its landing to its second landing.
         corrupt: rules that name a byte to flip.
     """
 
@@ -154,20 +154,20 @@ class FaultScript(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rules: list[AnyRule] = []
 
     def plan_write(self, peer: str, room: int, write: int) -> WritePlan:
-        """Faults of the ``write``-th write of the ``room``-th room."""
+        """Return the faults of the ``write``-th write of the ``room``-th room."""
         plan = WritePlan(0.0, True, False, None, [])
         for place, rule in enumerate(self.rules):
-            draw = self._draw(place, room, write)
+            draw = self._make_random(place, room, write)
             if isinstance(rule, LinkDown | FailRoom | DelayReservation):
                 continue
-            if not rule.selects(peer, room, draw):
+            if not rule.applies_to(peer, room, draw):
                 continue
             if isinstance(rule, Corrupt):
                 plan.corrupt.append(rule)
             elif isinstance(rule, DuplicateWrite):
-                plan.duplicate_after = _pick(rule.seconds, draw)
+                plan.duplicate_after = _pick_seconds(rule.seconds, draw)
             else:
-                plan.delay += _pick(rule.seconds, draw)
+                plan.delay += _pick_seconds(rule.seconds, draw)
                 plan.recallable &= not isinstance(rule, LateWrite)
                 plan.lost |= isinstance(rule, LoseWrite)
         return plan
@@ -175,41 +175,42 @@ class FaultScript(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def fails_room(self, peer: str, room: int) -> bool:
         """Whether the ``room``-th room's sender fails."""
         return any(
-            isinstance(rule, FailRoom) and rule.selects(peer, room, self._draw(place, room, 0))
+            isinstance(rule, FailRoom)
+            and rule.applies_to(peer, room, self._make_random(place, room, 0))
             for place, rule in enumerate(self.rules)
         )
 
     def link_returns(self, peer: str, room: int, now: float) -> float | None:
-        """Time at which a link that is down at ``now`` returns; None if it is up. Both in seconds
-        since the first room."""
+        """Return when a link that is down at ``now`` comes back, or None if it is up. Both are in
+        seconds since the first room."""
         back = [
             rule.stop
             for place, rule in enumerate(self.rules)
             if isinstance(rule, LinkDown)
             and rule.start <= now < rule.stop
-            and rule.selects(peer, room, self._draw(place, room, 0))
+            and rule.applies_to(peer, room, self._make_random(place, room, 0))
         ]
         return max(back, default=None)
 
     def reservation_delay(self, reservation: int) -> float:
-        """Seconds by which the n-th reservation is held back."""
+        """Return the seconds by which to hold back the n-th reservation."""
         delay = 0.0
         for place, rule in enumerate(self.rules):
-            draw = self._draw(place, reservation, 0)
-            if isinstance(rule, DelayReservation) and rule.selects("", reservation, draw):
-                delay += _pick(rule.seconds, draw)
+            draw = self._make_random(place, reservation, 0)
+            if isinstance(rule, DelayReservation) and rule.applies_to("", reservation, draw):
+                delay += _pick_seconds(rule.seconds, draw)
         return delay
 
-    def _draw(self, place: int, room: int, write: int) -> random.Random:
+    def _make_random(self, place: int, room: int, write: int) -> random.Random:
         return random.Random(f"{self.seed}/{place}/{room}/{write}")
 
 
-def _pick(seconds: _Seconds, draw: random.Random) -> float:
+def _pick_seconds(seconds: _Seconds, draw: random.Random) -> float:
     return draw.uniform(*seconds) if isinstance(seconds, list) else seconds
 
 
 def load_script(path: Path) -> FaultScript:
-    """Read and check a script. Raises UsageError naming the place and what is wrong with it."""
+    """Read and check a script. Raises UsageError naming the place and the mistake."""
     try:
         content: Any = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
@@ -222,14 +223,14 @@ def load_script(path: Path) -> FaultScript:
     except msgspec.ValidationError as error:
         raise UsageError(f"the fake script {path} is wrong: {error}") from error
     for place, rule in enumerate(script.rules):
-        wrong = _complaint(rule)
+        wrong = _find_mistake(rule)
         if wrong:
             raise UsageError(f"the fake script {path} is wrong: {wrong} - at `$.rules[{place}]`")
     return script
 
 
-def _complaint(rule: AnyRule) -> str:
-    """Describe the error of a rule whose types are right; empty if there is none."""
+def _find_mistake(rule: AnyRule) -> str:
+    """Describe the mistake in a rule whose types are right; empty if there is none."""
     seconds = getattr(rule, "seconds", 0.0)
     bounds = seconds if isinstance(seconds, list) else [seconds, seconds]
     if len(bounds) != 2 or not 0.0 <= bounds[0] <= bounds[1] <= MAX_SECONDS:
@@ -254,7 +255,7 @@ class RoomCounter:
         self._lock = threading.Lock()
         self._last = 0
 
-    def next(self) -> int:
+    def next_number(self) -> int:
         with self._lock:
             self._last += 1
             return self._last

@@ -26,7 +26,7 @@ class NvlinkBackend(TransferBackend):
         if device == "cpu":
             return "the KV cache is on the CPU; use --device cuda, or tcp"
         if variable := expandable_segments():
-            return f"memory of expandable segments cannot be mapped by peers; unset {variable}"
+            return f"peers cannot map memory of expandable segments; unset {variable}"
         try:
             ctypes.CDLL("libcuda.so.1")
         except OSError:

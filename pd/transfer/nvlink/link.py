@@ -26,29 +26,30 @@ logger = logging.getLogger(__name__)
 
 
 class NvlinkLink:
-    """One channel to a peer and the mapping of its pool, which exists only as long as the channel.
+    """One channel to a peer and the mapping of its pool. The mapping exists only as long as the
+    channel.
 
-    A link is used once: when it has ended, the manager makes another. However it ends, its thread
-    launches nothing more, waits for what was launched, unmaps the pool and then closes the channel,
-    in this order: D takes the close as proof that nothing can land any more.
+    You use a link once: when it has ended, the manager makes another. However it ends, its thread
+    launches nothing more, waits for launched stores, unmaps the pool and then closes the channel,
+    in this order. D takes the close as proof that nothing can land any more.
 
-    A store is launched by the thread that finds its KV computed if none waits before it, since
-    waking another thread takes as long as the launch. It is launched by the link's thread while the
-    pool is not mapped yet or enough is launched. One of them launches at a time.
+    If no store waits, the thread that finds KV computed launches its store, because waking another
+    thread takes as long as the launch. The link's thread launches it if the pool is not mapped yet
+    or enough is launched. One of them launches at a time.
     """
 
     def __init__(self, hub: ChannelHub, peer: str, pool: PeerPool, device: StoreDevice) -> None:
         self.peer, self.pool, self.device = peer, pool, device
-        # Guards the link and all its senders. Reentrant: a sender that ends takes itself out.
+        # Guards the link and all its senders. Reentrant, because a sender that ends removes itself.
         self.changed = threading.Condition(threading.RLock())
         self.stopped: TransferError | None = None
         self.patience = hub.patience
         self._channel: Channel | None = None
         self._session: int | None = None
         self._senders: set[NvlinkSender] = set()
-        # Rooms that had begun to send, and were not done, when the link ended.
+        # Rooms that had begun to send when the link ended, and were not done.
         self._cut_off = 0
-        # A sender for each queued block, in the order in which they were queued.
+        # A sender for each queued block, in the order of the queue.
         self._queue: deque[NvlinkSender] = deque()
         # Set once the pool is mapped.
         self._lane: StoreLane | None = None
@@ -58,42 +59,42 @@ class NvlinkLink:
         self._thread = threading.Thread(target=self._run, name="pd-nvlink", daemon=True)
         with self.changed:
             self._thread.start()
-            self._dial = hub.dial(peer, pool.address, self)
+            self._dial = hub.dial_peer(peer, pool.address, self)
 
-    def add(self, sender: NvlinkSender) -> None:
-        """Raises TransferError when the link has ended or is for another session."""
+    def add_sender(self, sender: NvlinkSender) -> None:
+        """Add a sender. Raises TransferError if the link ended or belongs to another session."""
         with self.changed:
             if self.stopped is not None:
                 raise self.stopped
             if self._session not in (None, sender.session):
-                raise self._stale()
+                raise self._stale_error()
             self._senders.add(sender)
             lane = self._lane
         if lane is not None:
-            sender.prepare(lane)
+            sender.prepare_table(lane)
 
     @property
     def bytes_per_second(self) -> float:
-        """The best that a store was seen to do; 0 until the link is known."""
+        """The best rate of a store so far, or 0 until the link is known."""
         return self._launched.bytes_per_second
 
     @property
-    def welcomed(self) -> bool:
+    def is_welcomed(self) -> bool:
         """Whether the peer has opened a session for this channel. With the lock."""
         return self._session is not None
 
-    def enqueue(self, sender: NvlinkSender) -> None:
-        """Queue one block of a sender, behind those of all rooms. With the lock."""
+    def enqueue_sender(self, sender: NvlinkSender) -> None:
+        """Queue one block of a sender after those of all rooms. With the lock."""
         self._queue.append(sender)
 
-    def remove(self, sender: NvlinkSender) -> None:
-        """Take out a sender that has ended. With the lock."""
+    def remove_sender(self, sender: NvlinkSender) -> None:
+        """Remove a sender that has ended. With the lock."""
         self._senders.discard(sender)
         if sender in self._queue:
             self._queue = deque(other for other in self._queue if other is not sender)
 
     def launch_ready(self) -> None:
-        """Launch what is queued, unless another thread does or the pool is not mapped."""
+        """Launch queued stores, unless another thread does or the pool is not mapped."""
         with self.changed:
             lane = self._lane
             idle = lane is None or self._launching or self.stopped is not None
@@ -103,15 +104,19 @@ class NvlinkLink:
         self._launch_queued(lane)
 
     def _launch_queued(self, lane: StoreLane, *, patient: bool = False) -> None:
-        """Launch until nothing is queued or enough is launched; the rest is the thread's, which is
-        ``patient``: it waits first if enough is launched already."""
+        """Launch until nothing is queued or enough is launched. The rest is left to the link's
+        thread.
+
+        Args:
+            patient: first wait if enough is launched already. Only the link's thread does.
+        """
         try:
             if patient:
-                self._launched.wait_for_room()
-            while (taken := self._next()) is not None:
-                self._launch(lane, *taken)
+                self._launched.wait_for_oldest()
+            while (taken := self._take_next()) is not None:
+                self._launch_block(lane, *taken)
         except Exception as error:  # noqa: BLE001 - named and handled in _failed
-            self._failed(error)
+            self._on_failure(error)
         finally:
             with self.changed:
                 self._launching = False
@@ -119,7 +124,7 @@ class NvlinkLink:
                     self.changed.notify_all()
 
     def stop(self, error: TransferError) -> None:
-        """End the link for this reason; returns at once."""
+        """End the link with this error. Returns at once."""
         with self.changed:
             if self.stopped is None:
                 self.stopped = error
@@ -130,30 +135,30 @@ class NvlinkLink:
         self._dial.cancel()
 
     def join(self, timeout: float) -> bool:
-        """Whether, after a wait, the pool is unmapped and the channel closed."""
+        """Wait for the end. Return whether the pool is unmapped and the channel closed."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def _stale(self) -> TransferError:
+    def _stale_error(self) -> TransferError:
         return TransferError(f"{self.peer} reserved in a session that has ended")
 
     # ---- events of the channel, on the hub's thread
 
-    def opened(self, channel: Channel) -> None:
+    def on_opened(self, channel: Channel) -> None:
         with self.changed:
             if self.stopped is None:
                 self._channel = channel
                 return
         channel.close()
 
-    def unreachable(self, error: TransferError, final: bool) -> None:
+    def on_unreachable(self, error: TransferError, final: bool) -> None:
         with self.changed:
             if final:
                 self.stop(error)
             for sender in list(self._senders):
                 sender.fail(error)
 
-    def message(self, channel: Channel, message: msgspec.Struct) -> None:
+    def on_message(self, channel: Channel, message: msgspec.Struct) -> None:
         if not isinstance(message, SessionWelcome):
             raise ValueError(f"a decode node does not send {type(message).__name__}")
         with self.changed:
@@ -162,10 +167,10 @@ class NvlinkLink:
             self._session = message.session
             for sender in list(self._senders):
                 if sender.session != message.session:
-                    sender.fail(self._stale())
+                    sender.fail(self._stale_error())
             self.changed.notify_all()
 
-    def ended(self, channel: Channel, reason: str, proof: bool) -> None:
+    def on_ended(self, channel: Channel, reason: str, proof: bool) -> None:
         self.stop(TransferError(f"the nvlink channel to {self.peer} ended: {reason}"))
 
     # ---- the thread
@@ -173,29 +178,26 @@ class NvlinkLink:
     def _run(self) -> None:
         mapping: PoolMapping | None = None
         try:
-            if self._welcomed():
-                mapping = self.device.map(self.pool.handle, self.pool.offset)
-                self._serve(mapping, self.device.lane())
+            with self.changed:
+                self.changed.wait_for(lambda: self.stopped or self._session is not None)
+                is_welcomed = self.stopped is None
+            if is_welcomed:
+                mapping = self.device.map_pool(self.pool.handle, self.pool.offset)
+                self._launch_leftovers(mapping, self.device.make_lane())
         except Exception as error:  # noqa: BLE001 - named and handled in _failed
-            self._failed(error)
+            self._on_failure(error)
         try:
-            self._unmap(mapping)
+            self._unmap_pool(mapping)
         except Exception:
-            # The GPU failed: with its context, everything launched has ended.
+            # The GPU failed. Everything launched has ended with its context.
             logger.exception("cannot unmap the pool of %s", self.peer)
         with self.changed:
             channel = self._channel
         if channel is not None:
             channel.close()
 
-    def _welcomed(self) -> bool:
-        """Wait until D opens a session; False if the link ends first."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.stopped or self._session is not None)
-            return self.stopped is None
-
-    def _serve(self, mapping: PoolMapping, lane: StoreLane) -> None:
-        """Launch what other threads leave queued, until the link ends."""
+    def _launch_leftovers(self, mapping: PoolMapping, lane: StoreLane) -> None:
+        """Launch the blocks left by other threads, until the link ends."""
         with self.changed:
             self._address, self._lane = mapping.address, lane
         while True:
@@ -206,51 +208,51 @@ class NvlinkLink:
                 self._launching = True
             self._launch_queued(lane, patient=True)
 
-    def _next(self) -> tuple[NvlinkSender, Block] | None:
-        """The next block to store; None if there is none, enough is launched, or the link has
-        ended."""
-        self._launched.collect()
+    def _take_next(self) -> tuple[NvlinkSender, Block] | None:
+        """Return the next block to store, or None if there is none, enough is launched, or the link
+        has ended."""
+        self._launched.collect_finished()
         with self.changed:
-            if self.stopped is not None or self._launched.full or not self._queue:
+            if self.stopped is not None or self._launched.is_full or not self._queue:
                 return None
             sender = self._queue.popleft()
-            block = sender.take()
+            block = sender.take_block()
             assert block is not None, "a sender is queued once for each of its blocks"
             return sender, block
 
-    def _launch(self, lane: StoreLane, sender: NvlinkSender, block: Block) -> None:
+    def _launch_block(self, lane: StoreLane, sender: NvlinkSender, block: Block) -> None:
         try:
-            launched = sender.launch(lane, self._address, self.pool, block)
-            self._launched.add(*launched)
+            launched = sender.launch_store(lane, self._address, self.pool, block)
+            self._launched.add_store(*launched)
         except BaseException as error:
-            lane.drain()  # no ticket tells of what was begun
-            sender.fail(self._named(error))  # before the block counts as sent
+            lane.wait_until_idle()  # parts of the store have no ticket
+            sender.fail(self._wrap_error(error))  # before the block counts as sent
             raise
         finally:
             with self.changed:
-                sender.was_read()
-                sender.was_sent()
+                sender.mark_read()
+                sender.mark_sent()
 
-    def _failed(self, error: Exception) -> None:
-        """End the link after, say, a CUDA error: its rooms must not wait for ever, and the forward
-        pass must go on."""
+    def _on_failure(self, error: Exception) -> None:
+        """End the link after an error such as one of CUDA, because its rooms must not wait for ever
+        and the forward pass must go on."""
         if isinstance(error, TransferError):
             logger.warning("nvlink to %s: %s", self.peer, error)
         else:
             logger.error("nvlink to %s failed", self.peer, exc_info=error)
-        self.stop(self._named(error))
+        self.stop(self._wrap_error(error))
 
-    def _named(self, error: BaseException) -> TransferError:
+    def _wrap_error(self, error: BaseException) -> TransferError:
         if isinstance(error, TransferError):
             return error
         return TransferError(f"cannot store to {self.peer}: {error}")
 
-    def _unmap(self, mapping: PoolMapping | None) -> None:
+    def _unmap_pool(self, mapping: PoolMapping | None) -> None:
         begun = time.monotonic()
         with self.changed:
             self.changed.wait_for(lambda: not self._launching)
-        incomplete = self._launched.incomplete
-        self._launched.wait()
+        incomplete = self._launched.num_incomplete
+        self._launched.wait_for_all()
         if mapping is not None:
             mapping.close()
             seconds = time.monotonic() - begun

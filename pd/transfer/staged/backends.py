@@ -1,4 +1,4 @@
-"""Descriptions of the backends ``nixl`` and ``mooncake``, which move KV by way of staging."""
+"""Descriptions of the backends ``nixl`` and ``mooncake``, which move KV through staging buffers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class NixlBackend(TransferBackend):
         return self.make_with(setup, local_only=not setup.may_open_ports)
 
     def obstacle(self, device: str) -> str | None:
-        return _missing("nixl")
+        return _find_missing("nixl")
 
 
 class MooncakeBackend(TransferBackend):
@@ -39,7 +39,7 @@ class MooncakeBackend(TransferBackend):
         return MooncakeManager
 
     def obstacle(self, device: str) -> str | None:
-        if (missing := _missing("mooncake")) is not None:
+        if (missing := _find_missing("mooncake")) is not None:
             return missing
         from pd.transfer.staged.mooncake.library import load_library
 
@@ -50,7 +50,7 @@ class MooncakeBackend(TransferBackend):
         return None
 
 
-def _missing(library: str) -> str | None:
+def _find_missing(library: str) -> str | None:
     if importlib.util.find_spec(library) is None:
         return f"the library is missing: pip install 'pd-serve[{library}]', or use tcp"
     return None

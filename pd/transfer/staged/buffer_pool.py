@@ -1,4 +1,4 @@
-"""Staging buffers of an outgoing link: which are free, and what becomes of the others."""
+"""Staging buffers of an outgoing link: which are free, and where the others are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class BufferPair(NamedTuple):
-    """A staging buffer of P and the one of D to which it is written, by number."""
+    """A staging buffer of P and its target buffer on D, by number."""
 
     source: int
     target: int
@@ -18,13 +18,14 @@ class BufferPair(NamedTuple):
 class BufferPool:
     """Owners of a link's staging buffers, ``count`` on P and as many on D.
 
-    A buffer of P is free, taken (it is being filled) or flying (the library reads it). A buffer of
-    D is free, taken, flying (the library writes it) or held (D reads it, until :meth:`release`).
-    Buffers are taken in pairs. P's is free again when its write is over, D's later; so whenever D
-    has a free one, P has. The buffer that became free last is taken first: it is still in the
-    cache.
+    A buffer of P is free, taken (being filled) or flying (read by the library). A buffer of D is
+    free, taken, flying (written by the library) or held (read by D, until :meth:`release_targets`).
+    We take buffers in pairs. P's buffer is free when its write is over, and D's later, so P always
+    has a free one if D has. We take the most recently freed buffer first, because it is still in
+    the cache.
 
-    Pure bookkeeping for one thread; every method raises if a buffer is not where the call says.
+    This is pure bookkeeping for one thread. Every method raises if a buffer is not where the call
+    expects it.
     """
 
     def __init__(self, count: int) -> None:
@@ -35,48 +36,48 @@ class BufferPool:
         self._held: set[int] = set()
 
     @property
-    def free(self) -> int:
-        """Pairs that can be taken."""
+    def num_free(self) -> int:
+        """Pairs ready to be taken."""
         return len(self._targets)
 
     @property
-    def taken(self) -> int:
+    def num_taken(self) -> int:
         return len(self._taken)
 
     @property
-    def flying(self) -> int:
+    def num_flying(self) -> int:
         return len(self._flying)
 
     @property
-    def held(self) -> int:
+    def num_held(self) -> int:
         return len(self._held)
 
-    def take(self) -> BufferPair:
-        """Raises IndexError if none is free."""
+    def take_pair(self) -> BufferPair:
+        """Take a pair. Raises IndexError if none is free."""
         pair = BufferPair(self._sources[-1], self._targets.pop())
         self._sources.pop()
         self._taken[pair.target] = pair.source
         return pair
 
     def put_back(self, pair: BufferPair) -> None:
-        """A taken pair is free again without having been written."""
+        """Free a taken pair without a write."""
         self._remove_taken(pair)
         self._sources.append(pair.source)
         self._targets.append(pair.target)
 
     def begin_write(self, pair: BufferPair) -> None:
-        """The library writes a taken pair."""
+        """Note that the library now writes a taken pair."""
         self._remove_taken(pair)
         self._flying[pair.target] = pair.source
 
     def end_write(self, target: int) -> None:
-        """The write to a buffer of D is over, which D holds from now on. Raises KeyError."""
+        """Note that the write to a buffer of D is over, so D holds it now. Raises KeyError."""
         self._sources.append(self._flying.pop(target))
         self._held.add(target)
 
-    def release(self, targets: Sequence[int]) -> None:
-        """D gives buffers back. Raises ValueError, and changes nothing, if it does not hold them
-        all."""
+    def release_targets(self, targets: Sequence[int]) -> None:
+        """Free buffers that D gives back. Raises ValueError, and changes nothing, if D does not
+        hold them all."""
         if not self._held.issuperset(targets) or len(set(targets)) < len(targets):
             raise ValueError(f"it freed buffers {targets}, of which it holds only {self._held}")
         self._held.difference_update(targets)

@@ -1,22 +1,18 @@
-"""The thread that drives the outgoing links of a manager."""
+"""The thread that drives a manager's outgoing links."""
 
 from __future__ import annotations
 
 import logging
-import queue
-import threading
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pd.core.errors import TransferError
+from pd.util.call_thread import CallThread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from pd.transfer.copier import Copier, CopyTicket
-    from pd.transfer.staged.outgoing_link import OutgoingLink
     from pd.transfer.staged.outgoing_writes import StagedBlock
 
 logger = logging.getLogger(__name__)
@@ -24,73 +20,70 @@ logger = logging.getLogger(__name__)
 _UNREADABLE = "cannot read the pool for %s"
 
 
+class GatherLink(Protocol):
+    """An outgoing link as its thread sees it. For its methods, see
+    :class:`pd.transfer.staged.outgoing_link.OutgoingLink`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def can_take(self) -> bool: ...
+    @property
+    def is_writing(self) -> bool: ...
+
+    def take_block(self) -> StagedBlock | None: ...
+    def view_buffer(self, source: int) -> Any: ...
+    def on_gathered(self, staged: StagedBlock) -> None: ...
+    def drive(self) -> None: ...
+
+
 @dataclass(slots=True)
 class _Gather:
-    link: OutgoingLink
+    link: GatherLink
     staged: StagedBlock
     ticket: CopyTicket
 
 
 class LinkThread:
-    """Fills staging buffers from the pool, writes them, and calls what other threads post.
+    """Fills staging buffers from the pool, writes them, and calls posted events.
 
-    Only this thread touches an :class:`OutgoingLink`. A block is gathered, written and announced by
-    it without a change of threads, each of which would cost more than the calls.
+    Only this thread touches an :class:`OutgoingLink`. It gathers, writes and announces a block
+    itself, because each change of threads would cost more than the calls.
 
     Args:
         name: name of the thread, which starts with the first event.
+
+    Attributes:
+        post_event: has the thread call a function that does not block. Events keep their order.
+        wake: has the thread look for blocks to gather.
     """
 
     def __init__(self, name: str, copier: Copier) -> None:
-        self._name, self._copier = name, copier
-        self._mailbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._starting = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._copier = copier
+        self._thread = CallThread(name, self._work)
+        self.post_event, self.wake = self._thread.post, self._thread.wake
         self._closing = False
-        self._up: deque[OutgoingLink] = deque()
-        self._due: dict[OutgoingLink, float] = {}
+        self._up: deque[GatherLink] = deque()
+        self._due: dict[GatherLink, float] = {}
         self._gathers: deque[_Gather] = deque()
 
-    # ---- any thread
-
-    def post(self, event: Callable[[], object]) -> None:
-        """Have the thread call something that does not block. Events keep their order."""
-        self._mailbox.put(event)
-        if self._thread is None:
-            self._start()
-
-    def wake(self) -> None:
-        """Have the thread look for something to gather."""
-        self.post(_nothing)
-
     def close(self) -> None:
-        """Returns when the thread has ended; links that are not over are driven no more."""
-
-        def end() -> None:
-            self._closing = True
-
-        self.post(end)
-        if self._thread is not None:
-            self._thread.join()
-
-    def _start(self) -> None:
-        with self._starting:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+        """Wait until the thread has ended. It does not drive the remaining links any more."""
+        self.post_event(self._end_gathers)
+        self._thread.close()
 
     # ---- called by links, on the thread
 
-    def link_up(self, link: OutgoingLink) -> None:
-        """Gather blocks for a link from now on, in turns with those of other links."""
+    def add_link(self, link: GatherLink) -> None:
+        """From now on gather blocks for a link. Links take turns."""
         self._up.append(link)
 
-    def link_down(self, link: OutgoingLink) -> None:
+    def remove_link(self, link: GatherLink) -> None:
         if link in self._up:
             self._up.remove(link)
 
-    def drive_in(self, link: OutgoingLink, seconds: float | None) -> None:
-        """Call :meth:`OutgoingLink.drive` after this time; None: only when asked again."""
+    def drive_after(self, link: GatherLink, seconds: float | None) -> None:
+        """Call :meth:`OutgoingLink.drive` after this time; with None, only when asked again."""
         if seconds is None:
             self._due.pop(link, None)
         else:
@@ -98,87 +91,66 @@ class LinkThread:
 
     # ---- the thread
 
-    def _run(self) -> None:
-        while not self._closing:
-            self._deliver()
-            began = self._begin()
-            gathers = self._gathers
-            if gathers:
-                first, full = gathers[0], len(gathers) >= self._copier.depth
-                if not began or full or first.ticket.done() or not first.link.writing:
-                    self._complete(gathers.popleft())
-            if self._due:
-                self._drive()
-        while self._gathers:
-            self._complete(self._gathers.popleft())
-
-    def _deliver(self) -> None:
-        """Call what was posted; wait for it while there is nothing else to do."""
-        mailbox = self._mailbox
-        if mailbox.empty() and not self._gathers and not self._can_begin():
-            try:
-                self._call(mailbox.get(timeout=self._pause()))
-            except queue.Empty:
-                return
-        while not mailbox.empty():
-            self._call(mailbox.get())
-
-    def _call(self, event: Callable[[], object]) -> None:
-        try:
-            event()
-        except Exception:
-            # The thread serves all links; what a link or its library raises is handled by the link.
-            logger.exception("an event of a staged link failed")
-
-    def _pause(self) -> float | None:
-        if not self._due:
+    def _work(self) -> float | None:
+        """Gather and drive. Return how long the thread may wait for events; with None, for ever."""
+        if self._closing:
             return None
-        return max(0.0, min(self._due.values()) - time.monotonic())
+        began = self._begin_gather()
+        gathers = self._gathers
+        if gathers:
+            first, full = gathers[0], len(gathers) >= self._copier.depth
+            if not began or full or first.ticket.is_done() or not first.link.is_writing:
+                self._complete_gather(gathers.popleft())
+        if self._due:
+            self._drive_due()
+        if gathers or any(link.can_take for link in self._up):
+            return 0.0
+        due = min(self._due.values(), default=None)
+        return None if due is None else max(0.0, due - time.monotonic())
 
-    def _drive(self) -> None:
-        """Drive links whose time has come, once; they ask for the next time themselves."""
+    def _end_gathers(self) -> None:
+        self._closing = True
+        while self._gathers:
+            self._complete_gather(self._gathers.popleft())
+
+    def _drive_due(self) -> None:
+        """Drive each due link once. It asks for the next time itself."""
         now = time.monotonic()
         for link in [link for link, due in self._due.items() if due <= now]:
             self._due.pop(link, None)
             link.drive()
 
-    def _can_begin(self) -> bool:
-        return any(link.can_take for link in self._up)
-
-    def _begin(self) -> bool:
-        """Begin the next gather, if there is one. Links take turns, and rooms on each."""
+    def _begin_gather(self) -> bool:
+        """Begin the next gather, and return whether there was one. Links take turns, and so do the
+        rooms on each."""
         for _ in range(len(self._up)):
             link = self._up[0]
             self._up.rotate(-1)
-            staged = link.take()
+            staged = link.take_block()
             if staged is None:
                 continue
             try:
-                view = link.view(staged.pair.source)
-                ticket = self._copier.gather(staged.sender.table, staged.block, view)
+                view = link.view_buffer(staged.pair.source)
+                ticket = self._copier.gather_block(staged.sender.table, staged.block, view)
             except Exception as error:
-                # For example, a CUDA error: it ends the room only.
+                # For example, a CUDA error. It ends only the room.
                 logger.exception(_UNREADABLE, link.name)
-                self._failed(link, staged, error)
+                self._fail_block(link, staged, error)
             else:
                 self._gathers.append(_Gather(link, staged, ticket))
             return True
         return False
 
-    def _complete(self, gather: _Gather) -> None:
+    def _complete_gather(self, gather: _Gather) -> None:
         try:
             gather.ticket.wait()
         except Exception as error:
             # For example, a CUDA error: it ends the room only.
             logger.exception(_UNREADABLE, gather.link.name)
-            self._failed(gather.link, gather.staged, error)
+            self._fail_block(gather.link, gather.staged, error)
             return
-        gather.link.gathered(gather.staged)
+        gather.link.on_gathered(gather.staged)
 
-    def _failed(self, link: OutgoingLink, staged: StagedBlock, error: Exception) -> None:
+    def _fail_block(self, link: GatherLink, staged: StagedBlock, error: Exception) -> None:
         staged.sender.fail(TransferError(f"cannot read the pool: {error}"))
-        link.gathered(staged)
-
-
-def _nothing() -> None:
-    pass
+        link.on_gathered(staged)

@@ -1,5 +1,5 @@
-"""Messages between the two ends of a staged link, over its channel. A class whose name differs from
-its tag keeps the tag of the wire."""
+"""Messages between the two ends of a staged link, over its channel. Where the name of a class
+differs from its tag, the wire keeps the tag."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Open(_Note):
     """P asks for staging buffers.
 
     Attributes:
-        count, buffer_bytes: how many P would like, and of which size.
-        device: P's pool lies in CUDA memory.
+        count, buffer_bytes: number and size that P would like.
+        device: whether P's pool lies in CUDA memory.
         host: P's host, see :func:`pd.transfer.host_id.host_id`.
     """
 
@@ -49,17 +49,17 @@ class Open(_Note):
 
 
 class Prepared(_Note):
-    """P has prepared all that buffers need besides memory. It opens the link for the first room."""
+    """P has prepared everything but memory for buffers. It opens the link for the first room."""
 
 
 class Waiting(_Note):
-    """P's library may need D's to be driven, until ``waits`` is False."""
+    """P's library may need D to drive its own, until ``waits`` is False."""
 
     waits: bool
 
 
 class Filled(_Note):
-    """A buffer of D holds a block, all of whose bytes have arrived."""
+    """A buffer of D holds a complete block."""
 
     buffer: _Buffer
     room: Annotated[bytes, msgspec.Meta(min_length=ROOM_BYTES, max_length=ROOM_BYTES)]
@@ -73,8 +73,8 @@ class Filled(_Note):
     def block(self) -> Block:
         return Block(self.token_start, self.token_stop, self.layer_start, self.layer_stop)
 
-    def check(self, shape: PoolShape, buffer_bytes: int) -> None:
-        """Raise PeerDataError naming the value that cannot be."""
+    def check_fits(self, shape: PoolShape, buffer_bytes: int) -> None:
+        """Raise PeerDataError naming an impossible value."""
         tokens, layers = self.token_stop - self.token_start, self.layer_stop - self.layer_start
         if tokens <= 0 or not shape.is_in_one_plane(self.block):
             raise PeerDataError(
@@ -86,15 +86,15 @@ class Filled(_Note):
 
 
 class FilledBuffers(_Note, tag="FilledSlots"):
-    """Buffers that were filled since the last message."""
+    """Buffers filled since the last message."""
 
     notes: Annotated[list[Filled], msgspec.Meta(min_length=1, max_length=MAX_BUFFERS)]
 
 
 class Leaving(_Note):
-    """P ends the link; the channel's end follows when nothing can land any more.
+    """P ends the link. The channel's end follows when nothing can land any more.
 
-    ``returns``: rooms of which nothing was sent will be sent over another link.
+    ``returns``: P will send rooms of which nothing was sent over another link.
     """
 
     reason: _Text
@@ -102,7 +102,7 @@ class Leaving(_Note):
 
 
 class LinkDrained(_Note, tag="Drained"):
-    """Nothing can land any more; the channel's end follows."""
+    """Nothing can land any more. The channel's end follows."""
 
 
 # ---- D to P
@@ -112,9 +112,9 @@ class BuffersReady(_Note, tag="Ready"):
     """D's buffers are registered.
 
     Attributes:
-        count, buffer_bytes: at most what P asked for.
-        device: they lie in CUDA memory, and so must P's.
-        description: of the buffers, for P's library.
+        count, buffer_bytes: at most the wishes of P.
+        device: whether they lie in CUDA memory, as P's must then.
+        description: describes the buffers for P's library.
     """
 
     count: _Buffers
@@ -124,13 +124,13 @@ class BuffersReady(_Note, tag="Ready"):
 
 
 class Refused(_Note):
-    """D makes no buffers; P may try again later."""
+    """D makes no buffers. P may try again later."""
 
     reason: _Text
 
 
 class Freed(_Note):
-    """D has read these buffers, which may be written again."""
+    """D has read these buffers, so P may write them again."""
 
     buffers: Annotated[list[_Buffer], msgspec.Meta(min_length=1, max_length=MAX_BUFFERS)]
 

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A write is rounded up to one of these parts of a buffer, each of which is prepared once.
+# We round a write up to one of these parts of a buffer, and prepare each part once.
 _SIZES_PER_DOUBLING = 8
 _DOUBLINGS = 4
 _DOWN = "the peer is gone"
 
 
 class _NixlBuffers(msgspec.Struct, forbid_unknown_fields=True, array_like=True):
-    """D's buffers: the agent's metadata, the first buffer's address, and in which memory it is."""
+    """D's buffers: the agent's metadata, the first buffer's address, and the kind of memory."""
 
     metadata: bytes
     address: int
@@ -43,13 +43,15 @@ class _NixlBuffers(msgspec.Struct, forbid_unknown_fields=True, array_like=True):
 _buffers_decoder = msgspec.msgpack.Decoder(_NixlBuffers)
 
 
-def _api() -> Any:
-    """NIXL's Python module. Its log and UCX's are off: our own reports a peer's death."""
+def _import_nixl() -> Any:
+    """Import NIXL's Python module. We turn its log and UCX's off, because our own reports a peer's
+    death."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
     os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
-    if not _has_rdma():
-        # UCX's module for InfiniBand is useless here, and dangerous: it loads Debian's libibverbs
-        # beside the wheel's own, and their two libnl-route crash the process when it ends.
+    devices = Path("/sys/class/infiniband")
+    if not (devices.is_dir() and any(devices.iterdir())):
+        # UCX's module for InfiniBand is useless here, and dangerous. It loads Debian's libibverbs
+        # next to the wheel's own, and their two libnl-route crash the process at its end.
         os.environ.setdefault("UCX_MODULES", "^ib")
     raises = logging.raiseExceptions
     try:
@@ -58,8 +60,8 @@ def _api() -> Any:
         raise SetupError(
             f"transfer backend nixl needs the package nixl (pip install nixl): {error}"
         ) from error
-    # The module logs to standard output, which belongs to the ready line, and hides errors of all
-    # loggers.
+    # The module logs to standard output, where only the ready line belongs, and it hides errors of
+    # all loggers.
     theirs = logging.getLogger("nixl")
     theirs.handlers.clear()
     theirs.propagate = True
@@ -67,18 +69,13 @@ def _api() -> Any:
     return _api
 
 
-def _has_rdma() -> bool:
-    devices = Path("/sys/class/infiniband")
-    return devices.is_dir() and any(devices.iterdir())
-
-
 def check_library() -> None:
     """Raise SetupError if NIXL cannot be used."""
-    _api()
+    _import_nixl()
 
 
 def write_sizes(buffer_bytes: int) -> list[int]:
-    """Sizes of writes in ascending order, the last of which is the whole buffer."""
+    """Return sizes of writes in ascending order. The last is the whole buffer."""
     sizes = {buffer_bytes}
     for doubling in range(_DOUBLINGS):
         half = buffer_bytes >> (doubling + 1)
@@ -87,17 +84,17 @@ def write_sizes(buffer_bytes: int) -> list[int]:
 
 
 def new_agent(name: str, transports: Transports) -> Any:
-    """An agent of NIXL with these transports and no thread. Raises what NIXL raises."""
-    api = _api()
-    # NOTE: two agents of one name would take each other for the same.
+    """Make an agent of NIXL with these transports and no thread. Raises NIXL's errors."""
+    api = _import_nixl()
+    # NOTE: two agents of one name would mistake each other for themselves.
     unique = f"{name}/{secrets.token_hex(4)}"
     agent = api.nixl_agent(unique, api.nixl_agent_config(enable_prog_thread=False, backends=[]))
     settings = {
-        # UCX's transports that open no port do not go with its error handling.
-        "ucx_error_handling_mode": "none" if transports.local else "peer",
+        # UCX's transports without ports do not support its error handling.
+        "ucx_error_handling_mode": "none" if transports.is_local else "peer",
         "engine_config": transports.settings,
     }
-    with transports.apply():
+    with transports.use_environment():
         agent.create_backend("UCX", settings)
     return agent
 
@@ -110,22 +107,24 @@ class _Agent:
         self.device = buffers.device.index or 0 if buffers.is_cuda else 0
         self.count, self.buffer_bytes = buffers.shape
         self._bound = threading.local()
-        self.bind()
+        self.bind_device()
         try:
             self.nixl = new_agent(name, transports)
             region = (buffers.data_ptr(), buffers.numel(), self.device, "")
             self._registration = self.nixl.register_memory([region], self.memory)
         except Exception as error:
-            raise MoverError(f"NIXL cannot register buffers: {error_text(error)}") from error
+            raise MoverError(f"NIXL cannot register buffers: {describe_error(error)}") from error
 
-    def bind(self) -> None:
-        """UCX's CUDA transports use the calling thread's context."""
+    def bind_device(self) -> None:
+        """Set the calling thread's CUDA context, because UCX's CUDA transports use it."""
         if self.memory == "VRAM" and not hasattr(self._bound, "yes"):
             torch.cuda.set_device(self.device)
             self._bound.yes = True
 
-    def table(self, address: int, device: int, sizes: list[int]) -> npt.NDArray[np.uint64]:
-        """Descriptors of the first bytes of each buffer, for each size."""
+    def make_descriptors(
+        self, address: int, device: int, sizes: list[int]
+    ) -> npt.NDArray[np.uint64]:
+        """Make descriptors of the first bytes of each buffer, for each size."""
         starts = address + np.arange(self.count, dtype=np.uint64) * np.uint64(self.buffer_bytes)
         table = np.empty((self.count, len(sizes), 3), dtype=np.uint64)
         table[..., 0] = starts[:, None]
@@ -137,12 +136,12 @@ class _Agent:
         try:
             self.nixl.deregister_memory(self._registration)
         except Exception:
-            # It has no consequence: nobody uses the agent any more.
+            # This has no consequence, because nobody uses the agent any more.
             logger.exception("NIXL cannot unregister buffers")
         self.nixl = None
 
 
-def error_text(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
@@ -154,7 +153,7 @@ class NixlTarget(Target):
         try:
             metadata = self._agent.nixl.get_agent_metadata()
         except Exception as error:
-            raise MoverError(f"NIXL cannot describe buffers: {error_text(error)}") from error
+            raise MoverError(f"NIXL cannot describe buffers: {describe_error(error)}") from error
         agent = self._agent
         self._description = msgspec.msgpack.encode(
             _NixlBuffers(metadata, buffers.data_ptr(), agent.memory, agent.device)
@@ -164,20 +163,20 @@ class NixlTarget(Target):
     def description(self) -> bytes:
         return self._description
 
-    def progress(self) -> None:
-        self._agent.bind()
+    def make_progress(self) -> None:
+        self._agent.bind_device()
         try:
-            # Drives UCX until it has nothing more to do; nobody sends notifications.
+            # This drives UCX until it has nothing more to do. Nobody sends notifications.
             self._agent.nixl.get_new_notifs()
         except Exception as error:
-            raise MoverError(error_text(error)) from error
+            raise MoverError(describe_error(error)) from error
 
     def close(self) -> None:
         self._agent.close()
 
 
 class NixlPath(MoverPath):
-    """P's agent, and prepared writes between buffers, each made when it is first needed."""
+    """P's agent, and writes between buffers, each prepared when it is first needed."""
 
     poll_seconds = 100e-6
     needs_peer = True
@@ -197,18 +196,18 @@ class NixlPath(MoverPath):
         self._sizes = write_sizes(agent.buffer_bytes)
         try:
             peer = self._peer = agent.nixl.add_remote_agent(there.metadata)
-            own = agent.table(buffers.data_ptr(), agent.device, self._sizes)
-            far = agent.table(there.address, there.device, self._sizes)
+            own = agent.make_descriptors(buffers.data_ptr(), agent.device, self._sizes)
+            far = agent.make_descriptors(there.address, there.device, self._sizes)
             self._own = agent.nixl.prep_xfer_dlist("", own, agent.memory)
             self._far = agent.nixl.prep_xfer_dlist(peer, far, agent.memory)
         except Exception as error:
-            raise MoverError(f"NIXL cannot reach the buffers: {error_text(error)}") from error
+            raise MoverError(f"NIXL cannot reach the buffers: {describe_error(error)}") from error
         self._handles: dict[tuple[int, int], Any] = {}
         self._flying: dict[int, Any] = {}
         self._over: list[Written] = []
 
-    def write(self, source: int, target: int, num_bytes: int) -> None:
-        self._agent.bind()
+    def begin_write(self, source: int, target: int, num_bytes: int) -> None:
+        self._agent.bind_device()
         size = bisect_left(self._sizes, num_bytes)
         own, far = (buffer * len(self._sizes) + size for buffer in (source, target))
         try:
@@ -219,27 +218,27 @@ class NixlPath(MoverPath):
                 )
             state = self._agent.nixl.transfer(handle)
         except Exception as error:
-            # The write was not begun.
+            # The write did not begin.
             logger.debug("NIXL did not begin a write", exc_info=True)
-            self._over.append(Written(target, error_text(error)))
+            self._over.append(Written(target, describe_error(error)))
             return
-        self._settle(target, handle, state)
+        self._note_state(target, handle, state)
 
     def poll(self) -> list[Written]:
-        self._agent.bind()
+        self._agent.bind_device()
         for target, handle in list(self._flying.items()):
             try:
                 state = self._agent.nixl.check_xfer_state(handle)
             except Exception as error:
                 logger.debug("NIXL failed a write", exc_info=True)
                 del self._flying[target]
-                self._over.append(Written(target, error_text(error)))
+                self._over.append(Written(target, describe_error(error)))
                 continue
-            self._settle(target, handle, state)
+            self._note_state(target, handle, state)
         over, self._over = self._over, []
         return over
 
-    def _settle(self, target: int, handle: Any, state: str) -> None:
+    def _note_state(self, target: int, handle: Any, state: str) -> None:
         if state == "PROC":
             self._flying[target] = handle
             return
@@ -256,7 +255,7 @@ class NixlPath(MoverPath):
             nixl.release_dlist_handle(self._far)
             nixl.remove_remote_agent(self._peer)
         except Exception:
-            # It has no consequence, as in ``_Agent.close``.
+            # This has no consequence, as in ``_Agent.close``.
             logger.exception("NIXL cannot release a link")
         self._handles.clear()
         self._agent.close()

@@ -1,4 +1,4 @@
-"""A decode node as the rooms that are sent to it see it."""
+"""A decode node as the rooms for it see it."""
 
 from __future__ import annotations
 
@@ -6,36 +6,31 @@ import time
 from typing import TYPE_CHECKING
 
 from pd.core.errors import TransferError
-from pd.transfer.rooms.send_queue import SendQueue
+from pd.transfer.common.send_queue import SendQueue
+from pd.transfer.staged.sender import OPENING_SECONDS, StagedSender
 
 if TYPE_CHECKING:
     import threading
     from collections.abc import Callable
 
-    from pd.core.starvation import Patience
     from pd.transfer.ranges import Block
-    from pd.transfer.staged.sender import StagedSender
-
-# How long a room waits for a link that cannot be opened, unless its deadline is sooner, and for the
-# next step of one whose libraries are at work. On a busy machine these take seconds of processor
-# time. That the peer is dead, its heartbeats and the channel tell earlier.
-OPENING_SECONDS = 30.0
+    from pd.util.starvation import Patience
 
 
 class OutgoingPeer:
     """The rooms for one decode node at one address. They outlive a link of which nothing was sent.
 
-    Called by any thread; ``changed`` guards every attribute, and the senders.
+    Any thread may call it. ``changed`` guards every attribute and the senders.
 
     Args:
-        wake: tells the thread that drives the links that a block is queued.
+        wake: tells the links' thread of a queued block.
 
     Attributes:
         peer: instance id of D.
-        refusal: why no link to it will be opened.
-        progress: when a block or a step of a link's opening was last seen to succeed.
+        refusal: why we will open no link to it.
+        progress: when a block or a step of a link's opening last succeeded.
         buffer_bytes: size of a staging buffer of the current link.
-        opening: both ends' libraries are opening a link.
+        opening: whether both ends' libraries are opening a link.
     """
 
     def __init__(
@@ -61,24 +56,27 @@ class OutgoingPeer:
 
     # ---- rooms
 
-    def open(self, sender: StagedSender) -> None:
-        """Raises TransferError if the peer is not connected or refuses links."""
+    def add_sender(self, sender: StagedSender) -> None:
+        """Admit a room. Raises TransferError if the peer is not connected or refuses links."""
         with self.changed:
             error = self._end or self.refusal
             if error is not None:
                 raise error
-            self._queue.add(sender)
+            self._queue.add_sender(sender)
 
-    def enqueue(self, sender: StagedSender) -> None:
-        if self._queue.enqueue(sender):
+    def enqueue_sender(self, sender: StagedSender) -> None:
+        if self._queue.enqueue_sender(sender):
             self._wake()
 
-    def remove(self, sender: StagedSender) -> None:
-        self._queue.remove(sender)
+    def remove_sender(self, sender: StagedSender) -> None:
+        self._queue.remove_sender(sender)
 
     def opening_failure(self, waiting_since: float) -> str:
-        """Return why a room that has waited since then should wait no longer for a link; empty if
-        it should wait."""
+        """Return why a room should stop waiting for a link; empty if it should not.
+
+        Args:
+            waiting_since: since when the room has waited.
+        """
         waited = time.monotonic() - max(self._failing_since, waiting_since)
         return f"{self._failure} (tried for {waited:.0f} s)" if waited > OPENING_SECONDS else ""
 
@@ -97,47 +95,48 @@ class OutgoingPeer:
 
     @property
     def has_blocks(self) -> bool:
-        """Without the lock: a block that is queued meanwhile is announced by ``wake``."""
+        """Whether a block is queued. Needs no lock, because ``wake`` announces a block queued
+        meanwhile."""
         return bool(self._queue)
 
-    def take(self) -> tuple[StagedSender, Block] | None:
-        """The next block of the room whose turn it is."""
+    def take_block(self) -> tuple[StagedSender, Block] | None:
+        """Take the next block of the room whose turn it is."""
         with self.changed:
-            return self._queue.take()
+            return self._queue.take_block()
 
-    def progressed(self) -> None:
+    def note_progress(self) -> None:
         with self.changed:
             self.progress = time.monotonic()
 
-    def link_opens(self) -> None:
-        """The peer was asked for buffers."""
+    def on_link_opening(self) -> None:
+        """Note that we asked the peer for buffers."""
         with self.changed:
             self.opening, self.progress = True, time.monotonic()
 
-    def link_opened(self, buffer_bytes: int) -> None:
+    def on_link_opened(self, buffer_bytes: int) -> None:
         with self.changed:
             self.opening = False
             self._failing_since, self._failure = float("inf"), ""
             self.buffer_bytes, self.progress = buffer_bytes, time.monotonic()
 
-    def link_not_opened(self, reason: str) -> None:
-        """Another one will be tried."""
+    def on_link_not_opened(self, reason: str) -> None:
+        """Note a failure. We will try another link."""
         with self.changed:
             self.opening = False
             self._failing_since = min(self._failing_since, time.monotonic())
             self._failure = reason
 
-    def link_lost(self, reason: str, *, keep_waiting: bool) -> None:
-        """Fail the rooms, but if ``keep_waiting`` only those of which something was taken."""
+    def on_link_lost(self, reason: str, *, keep_waiting: bool) -> None:
+        """Fail the rooms. With ``keep_waiting``, fail only those of which a block was taken."""
         with self.changed:
             self.opening = False
             for sender in list(self._queue.senders):
                 if sender.begun or not keep_waiting:
                     sender.fail(TransferError(reason))
 
-    def unreachable(self, error: TransferError, *, final: bool) -> None:
-        """Nobody listens there, and an instance listens as long as it lives. ``final``: no link
-        will be tried again."""
+    def on_unreachable(self, error: TransferError, *, final: bool) -> None:
+        """Fail rooms, because nobody listens there and an instance listens as long as it lives.
+        With ``final``, we try no link again."""
         with self.changed:
             if final:
                 self.refusal = error

@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from pd.transfer.staged.mover import Path
     from pd.transfer.staged.sender import StagedSender
 
-# A write that is under way for longer is taken to need D's library.
+# We assume that a longer write needs D's library.
 _ALONE_SECONDS = 1e-3
 
 
 @dataclass(slots=True)
 class StagedBlock:
-    """A block of a room and the buffers that it goes through."""
+    """A block of a room and the buffers for its transfer."""
 
     sender: StagedSender
     block: Block
     pair: BufferPair
 
-    def note(self) -> Filled:
-        """The message for D, once the block has arrived."""
+    def make_note(self) -> Filled:
+        """Make the message to D for an arrived block."""
         sender, block = self.sender, self.block
         return Filled(
             self.pair.target,
@@ -44,20 +44,20 @@ class StagedBlock:
 
 
 class OutgoingWrites:
-    """Staging buffers of P, their owners, and the writes under way; for one thread.
+    """Staging buffers of P, their owners, and the writes under way. For one thread.
 
     Args:
         buffers: uint8 ``[count, buffer_bytes]``.
-        path: the library's way from them to D's; closed by the caller.
+        path: the library's way from them to D's. The caller closes it.
 
     Attributes:
-        views: each buffer in the form that the copier wants.
+        views: each buffer as converted for the copier.
         buffer_bytes: size of one buffer.
     """
 
     def __init__(self, buffers: torch.Tensor, path: Path, copier: Copier) -> None:
         self.buffers, self.path = buffers, path
-        self.views: list[Any] = [copier.view(buffer) for buffer in buffers]
+        self.views: list[Any] = [copier.make_view(buffer) for buffer in buffers]
         self.buffer_bytes: int = buffers.shape[1]
         self.pool = BufferPool(len(buffers))
         self._shape = copier.shape
@@ -65,25 +65,25 @@ class OutgoingWrites:
         self._moved_at = 0.0
 
     @property
-    def quiet(self) -> bool:
-        """Neither a copy from the pool nor the library uses a buffer of P."""
-        return not self.pool.taken and not self.pool.flying
+    def is_quiet(self) -> bool:
+        """Whether neither a copy from the pool nor the library uses a buffer of P."""
+        return not self.pool.num_taken and not self.pool.num_flying
 
-    def probe(self) -> None:
-        """Write a byte, of which D is not notified: it shows that the way is open."""
-        self._write(self.pool.take(), 1)
+    def begin_probe(self) -> None:
+        """Write a byte without notifying D, to check that the way is open."""
+        self._begin_write(self.pool.take_pair(), 1)
 
-    def write(self, staged: StagedBlock) -> None:
+    def begin_write(self, staged: StagedBlock) -> None:
         """Begin to write a gathered block."""
         self._blocks[staged.pair.target] = staged
-        self._write(staged.pair, self._shape.num_bytes(staged.block))
+        self._begin_write(staged.pair, self._shape.num_bytes(staged.block))
 
-    def poll(self) -> tuple[list[StagedBlock], bool, str]:
-        """Writes that are over since the last call.
+    def poll_writes(self) -> tuple[list[StagedBlock], bool, str]:
+        """Collect the writes that are over since the last call.
 
         Returns:
-            blocks that arrived, in buffers that D holds from now on; whether the probe arrived;
-            why a write failed, empty if none did.
+            arrived blocks, in buffers that D holds from now on; whether the probe arrived; why a
+            write failed, or empty.
         """
         arrived, probed, error = [], False, ""
         for written in self.path.poll():
@@ -95,32 +95,36 @@ class OutgoingWrites:
             elif staged is not None:
                 arrived.append(staged)
             else:
-                self.pool.release([written.target])
+                self.pool.release_targets([written.target])
                 probed = True
         return arrived, probed, error
 
     def needs_peer(self, *, helped: bool) -> bool:
-        """Whether D's library should be driven; ``helped``: it is already."""
-        if not self.path.needs_peer or not self.pool.flying:
-            return False
-        return helped or self.stuck() > _ALONE_SECONDS
+        """Whether D should drive its library.
 
-    def stuck(self) -> float:
-        """Seconds since a write last ended, or began when none was under way."""
+        Args:
+            helped: whether D does already.
+        """
+        if not self.path.needs_peer or not self.pool.num_flying:
+            return False
+        return helped or self.stuck_seconds() > _ALONE_SECONDS
+
+    def stuck_seconds(self) -> float:
+        """Return the seconds since a write last ended, or began when none was under way."""
         return time.monotonic() - self._moved_at
 
     @property
     def moved_at(self) -> float:
         return self._moved_at
 
-    def pause(self) -> float | None:
-        """Return the seconds until the next poll; None if there is no need of one."""
-        if not self.pool.flying or self.path.poll_seconds is None:
+    def next_pause(self) -> float | None:
+        """Return the seconds until the next poll, or None if it is not needed."""
+        if not self.pool.num_flying or self.path.poll_seconds is None:
             return None
-        return self.path.poll_seconds * (1 + min(100.0, 20.0 * self.stuck()))
+        return self.path.poll_seconds * (1 + min(100.0, 20.0 * self.stuck_seconds()))
 
-    def _write(self, pair: BufferPair, num_bytes: int) -> None:
-        if not self.pool.flying:
+    def _begin_write(self, pair: BufferPair, num_bytes: int) -> None:
+        if not self.pool.num_flying:
             self._moved_at = time.monotonic()
         self.pool.begin_write(pair)
-        self.path.write(pair.source, pair.target, num_bytes)
+        self.path.begin_write(pair.source, pair.target, num_bytes)

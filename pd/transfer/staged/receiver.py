@@ -5,38 +5,36 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pd.core.errors import TransferError
-from pd.transfer.rooms.receiver import CountedReceiver
+from pd.transfer.common.receiver import CountedReceiver
 
 if TYPE_CHECKING:
-    from pd.transfer.base import IntArray
+    from pd.transfer.common.receiver import ReceiverOwner
+    from pd.transfer.copier import Copier
+    from pd.transfer.kv_buffer import IntArray
     from pd.transfer.pool_shape import MissingTokens
-    from pd.transfer.staged.incoming_links import IncomingLinks
 
 
 class StagedReceiver(CountedReceiver):
     """Receiver whose pages only the hub's thread begins to write.
 
     Attributes:
-        table: the pages in the form that the copier wants.
+        table: the pages as converted for the copier.
     """
 
     def __init__(
         self,
-        incoming: IncomingLinks,
+        owner: ReceiverOwner,
+        copier: Copier,
         peer: str,
         room: bytes,
         epoch: int,
         pages: IntArray,
         tokens: MissingTokens,
     ) -> None:
-        super().__init__(incoming.copier.shape, incoming.patience, peer, room, epoch, pages, tokens)
-        self.table = incoming.copier.table(pages, tokens.stop)
-        self._incoming = incoming
+        super().__init__(owner, copier.shape, peer, room, epoch, tokens)
+        self.table = copier.make_table(pages, tokens.stop)
 
-    def lost(self, reason: str) -> None:
-        """The link is over, and what has not arrived will not."""
+    def on_link_lost(self, reason: str) -> None:
+        """Fail the room if it lacks bytes, because its link is over."""
         if self._received < self._expected:
             self.fail(TransferError(f"the link from {self.peer} was lost: {reason}"))
-
-    def _remove(self) -> None:
-        self._incoming.remove(self)

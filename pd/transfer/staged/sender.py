@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pd.core.errors import TransferError
+from pd.transfer.common.sender import QueuedSender, SenderLink
 from pd.transfer.ranges import Block
-from pd.transfer.rooms.sender import QueuedSender
-from pd.transfer.staged.outgoing_peer import OPENING_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pd.core.messages import Reservation
-    from pd.transfer.base import IntArray
     from pd.transfer.computed import Computed
     from pd.transfer.copier import Copier
+    from pd.transfer.kv_buffer import IntArray
     from pd.transfer.pool_shape import MissingTokens
-    from pd.transfer.staged.outgoing_peer import OutgoingPeer
+
+# How long a room waits for a link that cannot be opened, unless its deadline is sooner, and for the
+# next step of one whose libraries are at work. On a busy machine these take seconds of CPU time. If
+# the peer is dead, its heartbeats and the channel tell us earlier.
+OPENING_SECONDS = 30.0
 
 
-def pieces(block: Block, max_cells: int, page_size: int) -> Iterator[Block]:
-    """Parts of at most ``max_cells`` cells, of several layers if all tokens fit, that end between
-    pages where that is possible: whole pages are faster to copy."""
+def split_at_pages(block: Block, max_cells: int, page_size: int) -> Iterator[Block]:
+    """Yield parts of at most ``max_cells`` cells, of several layers if all tokens fit.
+
+    Parts end between pages where possible, because whole pages are faster to copy.
+    """
     tokens = block.token_stop - block.token_start
     if tokens <= max_cells:
         layers = max_cells // tokens
@@ -42,54 +47,60 @@ def pieces(block: Block, max_cells: int, page_size: int) -> Iterator[Block]:
             start = stop
 
 
-class StagedSender(QueuedSender):
-    """A block is read from the pool by its copy into a staging buffer. It has left when D was
-    notified that its buffer of the pair is filled.
+class StagedPeer(SenderLink, Protocol):
+    """The decode node of a room; see :class:`pd.transfer.staged.outgoing_peer.OutgoingPeer`."""
+
+    @property
+    def buffer_bytes(self) -> int: ...
+    @property
+    def progress(self) -> float: ...
+    @property
+    def opening(self) -> bool: ...
+
+    def opening_failure(self, waiting_since: float) -> str:
+        """Return why the room should stop waiting for a link; empty if it should not."""
+
+
+class StagedSender(QueuedSender[StagedPeer]):
+    """Reads a block from the pool by its copy into a staging buffer. The block has left when D was
+    notified of its filled buffer.
 
     Attributes:
-        to: the decode node.
-        table: the pages in the form that the copier wants.
-        begun: something was taken, so the room ends with the link that took it.
+        table: the pages as converted for the copier.
+        begun: whether a block was taken, so the room ends with the link that took it.
     """
 
     def __init__(
         self,
-        to: OutgoingPeer,
+        peer: StagedPeer,
         copier: Copier,
         computed: Computed,
         reservation: Reservation,
         pages: IntArray,
         tokens: MissingTokens,
     ) -> None:
-        super().__init__(to, copier.shape, computed.then, reservation, pages, tokens)
-        self.table: Any = copier.table(pages, tokens.stop)
+        super().__init__(peer, copier.shape, computed.call_when_done, reservation, tokens)
+        self.table: Any = copier.make_table(pages, tokens.stop)
         self.begun = False
-        self.to = to
 
     # ---- with the lock
 
-    def _enqueue(self) -> None:
-        self.to.enqueue(self)
-
-    def _leave_link(self) -> None:
-        self.to.remove(self)
-
-    def _split(self, block: Block) -> Iterator[Block]:
+    def _split_block(self, block: Block) -> Iterator[Block]:
         self.begun = True
-        cells = self.to.buffer_bytes // self._shape.plane_of(block).cell_bytes
-        return pieces(block, max(1, cells), self._shape.page_size)
+        cells = self._link.buffer_bytes // self._shape.plane_of(block).cell_bytes
+        return split_at_pages(block, max(1, cells), self._shape.page_size)
 
     def _stalled_since(self) -> float | None:
-        if not self.queued and not self.sending:
+        if not self.has_queued and not self.sending:
             return None
-        return max(self.to.progress, self.waiting_since)
+        return max(self._link.progress, self.waiting_since)
 
     def _stall_limit(self) -> float:
-        return OPENING_SECONDS if self.to.opening else super()._stall_limit()
+        return OPENING_SECONDS if self._link.opening else super()._stall_limit()
 
     def _check_stall(self) -> None:
         waits = self._stalled_since() is not None
-        failure = self.to.opening_failure(self.waiting_since) if waits else ""
+        failure = self._link.opening_failure(self.waiting_since) if waits else ""
         if failure:
             self.fail(TransferError(failure))
         else:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class TcpBackend(TransferBackend):
-    """KV over plain sockets; works everywhere."""
+    """KV over plain sockets, which work everywhere."""
 
     def manager_class(self) -> type[TcpManager]:
         from pd.transfer.tcp.manager import TcpManager

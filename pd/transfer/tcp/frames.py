@@ -31,7 +31,7 @@ class Frame:
 
 
 def encode_header(room: bytes, epoch: int, block: Block, payload: int) -> bytes:
-    """The header for ``payload`` bytes of ``block``."""
+    """Return the header for ``payload`` bytes of a block."""
     return HEADER.pack(
         MAGIC,
         DATA,
@@ -46,8 +46,8 @@ def encode_header(room: bytes, epoch: int, block: Block, payload: int) -> bytes:
 
 
 def decode_header(header: bytes | bytearray, shape: PoolShape) -> Frame:
-    """Parse and check a header against the shape of the pool. Raises PeerDataError naming the value
-    that cannot be."""
+    """Parse a header and check it against the shape of the pool. Raises PeerDataError naming the
+    bad value."""
     magic, kind, room, epoch, token, tokens, layer, layers, payload = HEADER.unpack(header)
     if magic != MAGIC:
         raise PeerDataError(f"magic is {magic!r}, not {MAGIC!r}")
@@ -56,7 +56,7 @@ def decode_header(header: bytes | bytearray, shape: PoolShape) -> Frame:
     block = Block(token, token + tokens, layer, layer + layers)
     if not tokens or not shape.is_in_one_plane(block):
         raise PeerDataError(
-            f"{tokens} tokens of layers [{layer}, {layer + layers}) are not of {shape}"
+            f"{tokens} tokens of layers [{layer}, {layer + layers}) do not fit a pool of {shape}"
         )
     if payload > MAX_PAYLOAD:
         raise PeerDataError(f"payload of {payload} bytes exceeds {MAX_PAYLOAD}")

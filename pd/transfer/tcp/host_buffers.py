@@ -1,27 +1,28 @@
 """Host buffers between sockets and a pool that sockets cannot reach.
 
-A lane of P and a connection on D have two staging buffers each, made once. While one is on the
-socket, the other is filled from the pool or emptied into it.
+Each lane of P and each connection on D has two staging buffers for life. While one is on the
+socket, we fill the other from the pool or empty it into the pool.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pd.transfer.copier_choice import copier_for
 from pd.transfer.tcp.frames import MAX_PAYLOAD
+from pd.util.call_thread import CallThread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pd.transfer.base import IntArray, KVBuffer
     from pd.transfer.copier import Copier, CopyTicket
+    from pd.transfer.kv_buffer import IntArray, KVBuffer
     from pd.transfer.ranges import Block
 
 logger = logging.getLogger(__name__)
@@ -30,36 +31,36 @@ DEPTH = 2
 
 
 class Tables:
-    """A room's page table in the forms that the copies of different threads want."""
+    """A room's page table in the forms that different threads' copies need."""
 
     def __init__(self, pages: IntArray, num_tokens: int) -> None:
         self._pages, self._num_tokens = pages, num_tokens
         self._made: dict[Copier, Any] = {}
 
-    def of(self, copier: Copier) -> Any:
-        """The table for one copier, made by the thread that first asks for it."""
+    def get_table(self, copier: Copier) -> Any:
+        """Return the table for one copier. The first thread to ask makes it."""
         if copier not in self._made:
-            self._made[copier] = copier.table(self._pages, self._num_tokens)
+            self._made[copier] = copier.make_table(self._pages, self._num_tokens)
         return self._made[copier]
 
 
 class Gathers:
-    """P: packs blocks of a pool into host buffers; for one thread."""
+    """P: packs blocks of a pool into host buffers, for one thread."""
 
     def __init__(self, pool: KVBuffer) -> None:
         self._copier = copier_for(pool)
         self._buffers = self._copier.make_buffers(DEPTH, MAX_PAYLOAD, on_device=False)
         self._next = 0
 
-    def begin(self, tables: Tables, block: Block) -> tuple[torch.Tensor, CopyTicket]:
-        """Pack a block.
+    def begin_gather(self, tables: Tables, block: Block) -> tuple[torch.Tensor, CopyTicket]:
+        """Begin to pack a block.
 
         Returns:
-            uint8, valid from the end of the ticket's wait until ``DEPTH`` calls later.
+            uint8 buffer, valid after the ticket's wait and until ``DEPTH`` calls later; the ticket.
         """
         copier, buffer = self._copier, self._buffers[self._next]
         self._next = (self._next + 1) % DEPTH
-        ticket = copier.gather(tables.of(copier), block, copier.view(buffer))
+        ticket = copier.gather_block(tables.get_table(copier), block, copier.make_view(buffer))
         return buffer[: copier.shape.num_bytes(block)], ticket
 
 
@@ -67,7 +68,8 @@ class StagingBuffers:
     """D: the buffers of one connection.
 
     Args:
-        call_back: called when one is free again after :meth:`take` found none; by any thread.
+        call_back: called by any thread when a buffer is free again after :meth:`take_buffer` found
+            none.
     """
 
     def __init__(self, buffers: torch.Tensor, call_back: Callable[[], None]) -> None:
@@ -76,8 +78,8 @@ class StagingBuffers:
         self._call_back = call_back
         self._wanted = False
 
-    def take(self) -> torch.Tensor | None:
-        """A free one, if there is."""
+    def take_buffer(self) -> torch.Tensor | None:
+        """Return a free buffer, or None."""
         with self._lock:
             if self._free:
                 return self._free.popleft()
@@ -93,61 +95,60 @@ class StagingBuffers:
 
 
 class Scatters:
-    """D: unpacks host buffers into a pool. One thread begins the copies, and a thread of this class
-    waits for their ends, in order."""
+    """D: unpacks host buffers into a pool. One thread begins the copies, and this class's thread
+    waits for each of them in order."""
 
     def __init__(self, pool: KVBuffer) -> None:
         self._copier, self._device = copier_for(pool), pool.memory.device
-        self._begun: queue.SimpleQueue[tuple[CopyTicket, Callable[[str], None]] | None] = (
-            queue.SimpleQueue()
-        )
-        self._thread = threading.Thread(target=self._run, name="pd-tcp-scatters", daemon=True)
+        self._thread = CallThread("pd-tcp-scatters")
         self._thread.start()
 
-    def buffers(self, call_back: Callable[[], None]) -> StagingBuffers:
+    def make_buffers(self, call_back: Callable[[], None]) -> StagingBuffers:
         return StagingBuffers(
             self._copier.make_buffers(DEPTH, MAX_PAYLOAD, on_device=False), call_back
         )
 
-    def begin(
+    def begin_scatter(
         self, tables: Tables, block: Block, buffer: torch.Tensor, over: Callable[[str], None]
     ) -> None:
-        """Unpack a block; ``over`` is called when nothing of it can be written any more: with an
-        empty text when all of it was, else with what went wrong. Never raises."""
+        """Begin to unpack a block. Never raises.
+
+        Args:
+            over: called when the copy can write nothing more, with an empty text if it succeeded or
+                with the reason of its failure.
+        """
         copier = self._copier
         try:
-            ticket = copier.scatter(tables.of(copier), block, copier.view(buffer))
+            ticket = copier.scatter_block(tables.get_table(copier), block, copier.make_view(buffer))
         except Exception as error:
-            # Whatever CUDA raises; it ends the room, not the thread.
+            # CUDA may raise anything here. It ends the room, not the thread.
             logger.exception("cannot write to the pool")
             ticket = _Failed(self._device, error)
-        self._begun.put((ticket, over))
+        self._thread.post(partial(_wait_for_copy, ticket, over))
 
     def close(self) -> None:
-        """Returns when all that was begun is over."""
-        self._begun.put(None)
-        self._thread.join()
+        """Wait until every copy is over."""
+        self._thread.close()
 
-    def _run(self) -> None:
-        while (begun := self._begun.get()) is not None:
-            ticket, over = begun
-            try:
-                ticket.wait()
-                reason = ""
-            except Exception as error:
-                # After an error CUDA does nothing more for this process.
-                logger.exception("cannot write to the pool")
-                reason = str(error)
-            over(reason)
+
+def _wait_for_copy(ticket: CopyTicket, over: Callable[[str], None]) -> None:
+    try:
+        ticket.wait()
+        reason = ""
+    except Exception as error:
+        # After an error CUDA does nothing more for this process.
+        logger.exception("cannot write to the pool")
+        reason = str(error)
+    over(reason)
 
 
 class _Failed:
-    """A copy that raised an error; some of it may have been begun."""
+    """A copy that raised an error. Parts of it may be under way."""
 
     def __init__(self, device: torch.device, error: Exception) -> None:
         self._device, self._error = device, error
 
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         return True
 
     def wait(self) -> None:

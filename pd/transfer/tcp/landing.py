@@ -1,11 +1,11 @@
-"""Destination of the payload of one frame: the pool, or a buffer from which it is unpacked."""
+"""Where the payload of a frame goes: into the pool, or into a buffer from which we unpack it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
 from pd.core.errors import TransferError
-from pd.transfer.pool_memory import in_buffer
+from pd.transfer.pool_memory import wrap_buffer
 
 if TYPE_CHECKING:
     import socket
@@ -19,18 +19,22 @@ if TYPE_CHECKING:
 
 
 class Landing(Protocol):
-    """Takes in the payload of one frame. For the inbox's thread."""
+    """Receives the payload of one frame. For the inbox's thread."""
 
-    def ready(self) -> bool:
-        """Whether :meth:`receive` may be called. If not, the connection's
-        :class:`~pd.transfer.tcp.host_buffers.StagingBuffers` call back when it may."""
+    def is_ready(self) -> bool:
+        """Whether you may call :meth:`receive_some`. If not, the connection's
+        :class:`~pd.transfer.tcp.host_buffers.StagingBuffers` call back later."""
 
-    def receive(self, sock: socket.socket) -> int | None:
-        """Take what has arrived: how many bytes, 0 at the end of the stream, None when the room is
-        over and the rest of the frame is not wanted. Raises OSError."""
+    def receive_some(self, sock: socket.socket) -> int | None:
+        """Receive the bytes at hand.
 
-    def abandon(self) -> None:
-        """Give the buffer back, if there is one; nothing more will be received."""
+        Returns:
+            number of bytes, 0 at the end of the stream, or None if the room is over and needs no
+            more of the frame. Raises OSError.
+        """
+
+    def give_up(self) -> None:
+        """Return the buffer, if there is one. Nothing more will be received."""
 
 
 class DirectLanding:
@@ -38,30 +42,30 @@ class DirectLanding:
 
     def __init__(self, receiver: TcpReceiver, block: Block) -> None:
         self._receiver = receiver
-        self._stretches = receiver.in_place.stretches(block)
+        self._stretches = receiver.in_place.locate_block(block)
 
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         return True
 
-    def receive(self, sock: socket.socket) -> int | None:
-        if not self._receiver.enter():
+    def receive_some(self, sock: socket.socket) -> int | None:
+        if not self._receiver.enter_pages():
             return None
         stretches, whole = self._stretches, 0
         try:
-            arrived = stretches.receive(sock)
+            arrived = stretches.receive_from(sock)
             if stretches.done == stretches.total:
                 whole = stretches.total
-                self._receiver.arrived(whole)
+                self._receiver.on_frame_arrived(whole)
         finally:
-            self._receiver.leave(whole)
+            self._receiver.leave_pages(whole)
         return arrived
 
-    def abandon(self) -> None:
-        """The pages were left after each call."""
+    def give_up(self) -> None:
+        """Do nothing, because each call has left the pages."""
 
 
 class StagedLanding:
-    """Receives into a buffer of the connection. A complete frame is unpacked while the next one
+    """Receives into a buffer of the connection. We unpack a complete frame while the next one
     arrives."""
 
     def __init__(
@@ -77,33 +81,33 @@ class StagedLanding:
         self._buffer: torch.Tensor | None = None
         self._stretches: Stretches | None = None
 
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         if self._buffer is None:
-            self._buffer = self._buffers.take()
+            self._buffer = self._buffers.take_buffer()
             if self._buffer is None:
                 return False
-            self._stretches = in_buffer(self._buffer[: self._size])
+            self._stretches = wrap_buffer(self._buffer[: self._size])
         return True
 
-    def receive(self, sock: socket.socket) -> int | None:
+    def receive_some(self, sock: socket.socket) -> int | None:
         stretches = self._stretches
         assert stretches is not None, "receive without a buffer"
-        if not self._receiver.active:
-            self.abandon()
+        if not self._receiver.is_active:
+            self.give_up()
             return None
-        arrived = stretches.receive(sock)
+        arrived = stretches.receive_from(sock)
         if stretches.done == stretches.total:
-            self._unpack()
+            self._begin_unpacking()
         return arrived
 
-    def abandon(self) -> None:
+    def give_up(self) -> None:
         if self._buffer is not None:
             self._buffers.give_back(self._buffer)
         self._buffer = self._stretches = None
 
-    def _unpack(self) -> None:
-        if not self._receiver.enter():
-            self.abandon()
+    def _begin_unpacking(self) -> None:
+        if not self._receiver.enter_pages():
+            self.give_up()
             return
         buffer, self._buffer = self._buffer, None
         assert buffer is not None
@@ -112,8 +116,8 @@ class StagedLanding:
         def over(reason: str) -> None:
             if reason:
                 receiver.fail(TransferError(f"cannot write to the pool: {reason}"))
-            receiver.leave(0 if reason else size)
+            receiver.leave_pages(0 if reason else size)
             buffers.give_back(buffer)
 
-        receiver.arrived(size)
-        self._scatters.begin(receiver.tables, self._block, buffer, over)
+        receiver.on_frame_arrived(size)
+        self._scatters.begin_scatter(receiver.tables, self._block, buffer, over)

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 from pd.core.errors import TransferError
 from pd.core.messages import LEASE_SECONDS
-from pd.core.seldom import Seldom
-from pd.transfer.pool_memory import in_buffer
+from pd.transfer.pool_memory import wrap_buffer
 from pd.transfer.tcp.host_buffers import DEPTH, Gathers
 from pd.transfer.tcp.inbox import SERVICE
 from pd.transfer.wire.dialler import Dialler, PeerGoneError, longer_pause
 from pd.transfer.wire.greeting import PeerRefusedError
+from pd.util.warning_limit import WarningLimit
 
 if TYPE_CHECKING:
     import torch
@@ -26,21 +26,22 @@ if TYPE_CHECKING:
     from pd.transfer.copier import CopyTicket
     from pd.transfer.pool_memory import PoolMemory, Stretches
     from pd.transfer.ranges import Block
-    from pd.transfer.tcp.link import TcpLink, TcpSender
+    from pd.transfer.tcp.link import TcpLink
+    from pd.transfer.tcp.sender import TcpSender
 
 logger = logging.getLogger(__name__)
 
-# A blocked send returns this often to see whether it should go on.
+# A blocked send returns this often to check whether to continue.
 _SLICE_SECONDS = 0.25
-# Seconds before a lane without buffers tries again to make some, while others do its work.
+# Seconds before a lane without buffers tries again to make some. Other lanes do its work meanwhile.
 _STAGE_PAUSE = 1.0
 
 
 class TcpLane:
     """One connection to the peer and its thread.
 
-    Blocks of a staged pool are copied ahead: while one is on the socket, the next is on its way
-    into the other buffer.
+    In a staged pool we copy blocks ahead: while one is on the socket, the next is on its way into
+    the other buffer.
     """
 
     def __init__(self, link: TcpLink, number: int, memory: PoolMemory) -> None:
@@ -51,106 +52,107 @@ class TcpLane:
         )
         self._backoff = 0.0
         self._gathers: Gathers | None = None
-        self._no_buffers = Seldom(logger)
+        self._no_buffers = WarningLimit(logger)
         self._ahead: deque[tuple[TcpSender, Block, tuple[torch.Tensor, CopyTicket] | None]] = (
             deque()
         )
         threading.Thread(target=self._run, name=f"pd-tcp-lane-{number}", daemon=True).start()
 
     def shut_down(self) -> None:
-        """Wake the thread from a blocked send; the link is closed already."""
+        """Wake the thread from a blocked send. The link is closed already."""
         sock = self._sock
         if sock is not None:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 
     def _run(self) -> None:
-        # Before there is work, since it saves the first room their time.
-        self._stage()
-        self._connect()
+        # We prepare before there is work, so the first room does not have to wait.
+        self._make_gathers()
+        self._try_connect()
         while self._ahead or self._link.wait_for_work():
-            if not self._stage():
+            if not self._make_gathers():
                 continue
-            # What was taken before the connection was lost is released before anything else.
-            if not self._link.closed and (self._alive() or (not self._ahead and self._connect())):
-                self._take()
+            # Before anything else, release the blocks taken before the connection was lost.
+            if not self._link.closed and (
+                self._is_alive() or (not self._ahead and self._try_connect())
+            ):
+                self._take_ahead()
             if self._ahead:
-                self._send(*self._ahead.popleft())
-        self._close()
+                self._send_block(*self._ahead.popleft())
+        self._close_socket()
 
     @property
     def can_read(self) -> bool:
-        """Whether the lane has what it takes to read the pool: its buffers, if the pool is
-        staged."""
+        """Whether the lane can read the pool, because it has its buffers or needs none."""
         return self._gathers is not None or not self._memory.staged
 
-    def _stage(self) -> bool:
-        """Make the buffers, unless there are some or none are needed. False if that failed; then
-        no room waits for this lane."""
+    def _make_gathers(self) -> bool:
+        """Make the buffers if they are missing and needed. Return False on failure; then no room
+        waits for this lane."""
         if self.can_read:
             return True
         try:
             self._gathers = Gathers(self._memory.pool)
         except Exception as error:  # noqa: BLE001
-            # For example, no memory can be pinned.
-            self._no_buffers.warn(f"cannot stage KV for {self._link.peer}: {error!r}")
+            # For example, pinning memory failed.
+            self._no_buffers.log_warning(f"cannot stage KV for {self._link.peer}: {error!r}")
             failure = TransferError(f"cannot stage KV in host memory: {error}")
-            if self._link.cannot_stage(failure):
-                # What is queued would wake this lane again at once.
+            if self._link.on_staging_failed(failure):
+                # Queued blocks would wake this lane again at once.
                 time.sleep(_STAGE_PAUSE)
         return self.can_read
 
-    def _take(self) -> None:
+    def _take_ahead(self) -> None:
         depth = 1 if self._gathers is None else DEPTH
         while len(self._ahead) < depth:
-            taken = self._link.take(self._number)
+            taken = self._link.take_block(self._number)
             if taken is None:
                 return
             sender, block = taken
             begun = None
             if self._gathers is not None:
                 try:
-                    begun = self._gathers.begin(sender.tables, block)
+                    begun = self._gathers.begin_gather(sender.tables, block)
                 except Exception as error:
-                    # For example, a CUDA error: it ends the room only.
+                    # For example, a CUDA error. It ends only the room.
                     logger.exception("cannot read the pool for %s", self._link.peer)
                     sender.fail(TransferError(f"cannot read the pool: {error}"))
             self._ahead.append((sender, block, begun))
 
-    def _send(
+    def _send_block(
         self, sender: TcpSender, block: Block, begun: tuple[torch.Tensor, CopyTicket] | None
     ) -> None:
         try:
             if begun is None:
                 try:
-                    if sender.active:
-                        self._push(sender.in_place(block))
+                    if sender.is_active:
+                        self._push_stretches(sender.locate_block(block))
                 finally:
-                    self._link.copied(sender)
+                    self._link.mark_read(sender)
             else:
                 host, ticket = begun
                 try:
                     ticket.wait()
                 finally:
-                    self._link.copied(sender)
-                if sender.active:
-                    self._push(in_buffer(host, sender.header(block)))
+                    self._link.mark_read(sender)
+                if sender.is_active:
+                    self._push_stretches(wrap_buffer(host, sender.make_header(block)))
         except OSError as error:
-            self._lost(error.strerror or str(error))
+            self._on_lost(error.strerror or str(error))
         except Exception as error:
             # For example, a CUDA error: it ends the room only.
             logger.exception("cannot read the pool for %s", self._link.peer)
             sender.fail(TransferError(f"cannot read the pool: {error}"))
         finally:
-            self._link.release(sender)
+            self._link.release_block(sender)
 
-    def _push(self, stretches: Stretches) -> None:
+    def _push_stretches(self, stretches: Stretches) -> None:
         if self._sock is None:
             raise ConnectionResetError("the connection was lost")
         moved = time.monotonic()
         while stretches.done < stretches.total:
             try:
-                stretches.send(self._sock)
+                stretches.send_to(self._sock)
                 moved = self._link.progress = time.monotonic()
             except BlockingIOError:
                 link = self._link
@@ -158,9 +160,9 @@ class TcpLane:
                     seconds = time.monotonic() - moved
                     raise TimeoutError(f"it took nothing for {seconds:.1f} s") from None
 
-    def _alive(self) -> bool:
-        """Whether the connection is up as far as this end knows. A peer never sends after the
-        greeting, so anything to read is its end."""
+    def _is_alive(self) -> bool:
+        """Whether the connection is up as far as we know. A peer never sends after the greeting, so
+        any input is its end."""
         if self._sock is None:
             return False
         try:
@@ -168,12 +170,12 @@ class TcpLane:
         except BlockingIOError:
             return True
         except OSError as error:
-            self._lost(error.strerror or str(error))
+            self._on_lost(error.strerror or str(error))
             return False
-        self._lost("closed by the peer")
+        self._on_lost("closed by the peer")
         return False
 
-    def _connect(self) -> bool:
+    def _try_connect(self) -> bool:
         link = self._link
         if self._backoff:
             with link.changed:
@@ -184,10 +186,10 @@ class TcpLane:
         try:
             sock = self._dialler.connect()
         except PeerGoneError as error:
-            link.nobody_listens(error)
+            link.on_peer_gone(error)
             return False
         except PeerRefusedError as error:
-            link.refused(error)
+            link.on_refused(error)
             return False
         if sock is None:
             return False
@@ -199,11 +201,11 @@ class TcpLane:
         self._sock, self._backoff = sock, 0.0
         return True
 
-    def _lost(self, reason: str) -> None:
-        self._close()
-        self._link.lane_lost(self._number, reason)
+    def _on_lost(self, reason: str) -> None:
+        self._close_socket()
+        self._link.on_lane_lost(self._number, reason)
 
-    def _close(self) -> None:
+    def _close_socket(self) -> None:
         if self._sock is not None:
             self._sock.close()
             self._sock = None

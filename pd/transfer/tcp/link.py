@@ -1,89 +1,43 @@
-"""Sending side of the tcp backend: a link to each peer, with its queue of rooms and its lanes."""
+"""Sending side of the tcp backend: the link to one peer, with its queue of rooms and its lanes."""
 
 from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from pd.core.errors import TransferError
-from pd.transfer.pool_memory import InPlace
-from pd.transfer.rooms.send_queue import SendQueue
-from pd.transfer.rooms.sender import QueuedSender
-from pd.transfer.tcp.frames import HEADER, MAX_PAYLOAD, encode_header
-from pd.transfer.tcp.host_buffers import Tables
-from pd.transfer.tcp.lane import TcpLane
+from pd.transfer.common.send_queue import SendQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
 
-    from pd.core.messages import Reservation
-    from pd.core.starvation import Patience
-    from pd.transfer.base import IntArray
-    from pd.transfer.computed import Computed
-    from pd.transfer.pool_memory import PoolMemory, Stretches
-    from pd.transfer.pool_shape import MissingTokens
     from pd.transfer.ranges import Block
+    from pd.transfer.tcp.sender import TcpSender
     from pd.transfer.wire.dialler import PeerGoneError
     from pd.transfer.wire.greeting import PeerRefusedError
-
-# Large enough that headers and lookups vanish, small enough that rooms take turns on the link.
-FRAME_BYTES = MAX_PAYLOAD
+    from pd.util.starvation import Patience
 
 
-class TcpSender(QueuedSender):
-    """A block is read from the pool when its turn comes. Its pages are free when the call that
-    copies it into the kernel has returned or, if the pool is staged, when the copy to the host was
-    observed complete.
+class Lane(Protocol):
+    """One connection of a link; see :class:`pd.transfer.tcp.lane.TcpLane`."""
 
-    Attributes:
-        lanes: numbers of the lanes that took something of this room.
-        tables: page table for copies to the host.
-    """
+    @property
+    def can_read(self) -> bool:
+        """Whether the lane can read the pool."""
 
-    def __init__(
-        self,
-        link: TcpLink,
-        memory: PoolMemory,
-        computed: Computed,
-        reservation: Reservation,
-        pages: IntArray,
-        tokens: MissingTokens,
-    ) -> None:
-        super().__init__(link, memory.shape, computed.then, reservation, pages, tokens)
-        self.lanes: set[int] = set()
-        pages = pages.copy()
-        self.tables = Tables(pages, tokens.stop)
-        self._in_place = InPlace(memory, pages, HEADER.size)
-        self._link = link
-
-    # ---- called by a lane, without the lock
-
-    def header(self, block: Block) -> bytes:
-        return encode_header(self.room, self.epoch, block, self._shape.num_bytes(block))
-
-    def in_place(self, block: Block) -> Stretches:
-        return self._in_place.stretches(block, self.header(block))
-
-    # ---- with the lock
-
-    def _enqueue(self) -> None:
-        self._link.enqueue(self)
-
-    def _leave_link(self) -> None:
-        self._link.remove(self)
-
-    def _split(self, block: Block) -> Iterator[Block]:
-        return block.split(max(1, FRAME_BYTES // self._shape.plane_of(block).cell_bytes))
-
-    def _stalled_since(self) -> float | None:
-        if not self.queued and not self.sending:
-            return None
-        return max(self._link.progress, self.waiting_since)
+    def shut_down(self) -> None:
+        """Wake the lane from a blocked send."""
 
 
 class TcpLink:
-    """Connections to one peer and the rooms that use them, which take turns, a frame each."""
+    """Connections to one peer and the rooms that use them. Rooms take turns, a frame each.
+
+    Args:
+        start_lane: opens a connection for the link, given the lane's number, and raises
+            RuntimeError if the system has no thread for it.
+        num_lanes: connections to open.
+    """
 
     def __init__(
         self,
@@ -91,115 +45,117 @@ class TcpLink:
         peer: str,
         address: tuple[str, int],
         key: bytes | None,
-        memory: PoolMemory,
+        start_lane: Callable[[TcpLink, int], Lane],
         num_lanes: int,
         patience: Patience,
     ) -> None:
         self.own, self.peer, self.address, self.key = own, peer, address, key
         self.patience = patience
-        # Guards the link and all its senders. Reentrant: a sender that ends takes itself out.
+        # Guards the link and all its senders. Reentrant: a sender that ends removes itself.
         self.changed = threading.Condition(threading.RLock())
         self.closed = False
         self.refusal: PeerRefusedError | None = None
         self.progress = time.monotonic()
         self._queue: SendQueue[TcpSender] = SendQueue()
-        self._memory, self._num_lanes = memory, num_lanes
+        self._start_lane, self._num_lanes = start_lane, num_lanes
         self._in_hand = 0
-        self._lanes: list[TcpLane] = []
+        self._lanes: list[Lane] = []
 
     def start(self) -> None:
-        """Open the connections, if they are not open. A node that only receives needs none.
+        """Open the missing connections. A node that only receives needs none.
 
-        Those for which the system has no thread are opened by a later call. Raises TransferError if
-        it has none at all.
+        If the system has no thread for some of them, a later call opens them. Raises TransferError
+        if it has none at all.
         """
         with self.changed:
             while not self.closed and len(self._lanes) < self._num_lanes:
                 try:
-                    self._lanes.append(TcpLane(self, len(self._lanes), self._memory))
+                    self._lanes.append(self._start_lane(self, len(self._lanes)))
                 except RuntimeError as error:
                     if self._lanes:
                         return
-                    what = f"no data connection to {self.peer} could be opened"
-                    raise TransferError(f"{what}: {error}") from error
+                    failure = f"no data connection to {self.peer} could be opened"
+                    raise TransferError(f"{failure}: {error}") from error
 
-    def open(self, sender: TcpSender) -> None:
+    def add_sender(self, sender: TcpSender) -> None:
         self.start()
         with self.changed:
             if self.closed:
                 raise TransferError(f"{self.peer} is not connected")
             if self.refusal is not None:
                 raise self.refusal
-            self._queue.add(sender)
+            self._queue.add_sender(sender)
 
-    def enqueue(self, sender: TcpSender) -> None:
-        if self._queue.enqueue(sender):
+    def enqueue_sender(self, sender: TcpSender) -> None:
+        if self._queue.enqueue_sender(sender):
             self.changed.notify()
 
-    def remove(self, sender: TcpSender) -> None:
-        self._queue.remove(sender)
+    def remove_sender(self, sender: TcpSender) -> None:
+        self._queue.remove_sender(sender)
 
     def wait_for_work(self) -> bool:
-        """Block until something is queued; False when the link is closed."""
+        """Wait until a block is queued. Return False when the link is closed."""
         with self.changed:
             self.changed.wait_for(lambda: self.closed or self._queue)
             return not self.closed
 
-    def take(self, lane: int) -> tuple[TcpSender, Block] | None:
-        """The next block, which the lane holds until :meth:`release`."""
+    def take_block(self, lane: int) -> tuple[TcpSender, Block] | None:
+        """Take the next block. The lane holds it until :meth:`release_block`."""
         with self.changed:
-            taken = self._queue.take()
+            taken = self._queue.take_block()
             if taken is not None:
                 self._in_hand += 1
                 taken[0].lanes.add(lane)
             return taken
 
-    def copied(self, sender: TcpSender) -> None:
-        """The pages of a taken block are not read any more."""
+    def mark_read(self, sender: TcpSender) -> None:
+        """Note that nothing reads the pages of a taken block any more."""
         with self.changed:
-            sender.was_read()
+            sender.mark_read()
 
-    def release(self, sender: TcpSender) -> None:
-        """A taken block has left or was dropped."""
+    def release_block(self, sender: TcpSender) -> None:
+        """Note that a taken block has left or was dropped."""
         with self.changed:
             self._in_hand -= 1
             if self.closed:
                 self.changed.notify_all()
             self.progress = time.monotonic()
-            sender.was_sent()
+            sender.mark_sent()
 
-    def lane_lost(self, lane: int, reason: str) -> None:
-        """Fail the rooms of a lane that lost its connection: their blocks may not have arrived."""
+    def on_lane_lost(self, lane: int, reason: str) -> None:
+        """Fail the rooms of a lane that lost its connection, because their blocks may not have
+        arrived."""
         error = TransferError(f"the data connection to node {self.peer} was lost: {reason}")
         with self.changed:
             for sender in [s for s in self._queue.senders if lane in s.lanes]:
                 sender.fail(error)
 
-    def refused(self, error: PeerRefusedError) -> None:
+    def on_refused(self, error: PeerRefusedError) -> None:
         """Fail the rooms of a peer that refuses the connection."""
         with self.changed:
             self.refusal = error
             self._queue.fail_all(error)
 
-    def nobody_listens(self, error: PeerGoneError) -> None:
+    def on_peer_gone(self, error: PeerGoneError) -> None:
         """Fail the rooms with data for the peer, which is gone."""
         with self.changed:
             self._queue.fail_queued(error)
 
-    def cannot_stage(self, error: TransferError) -> bool:
-        """Leave the work of a lane without buffers to those that have some. If there are none, fail
-        the rooms with data. Returns whether there are some."""
+    def on_staging_failed(self, error: TransferError) -> bool:
+        """Leave the work of a lane without buffers to the other lanes. Fail the rooms with data if
+        no lane has buffers. Return whether one has."""
         with self.changed:
             others = any(lane.can_read for lane in self._lanes)
             if others:
-                self.changed.notify()  # the lane may have been woken in the place of another one
+                # We may have woken this lane instead of one that can read.
+                self.changed.notify()
             else:
                 self._queue.fail_queued(error)
             return others
 
-    def end(self, reason: str) -> None:
-        """Fail all rooms and close the connections. Returns at once: while a lane still reads a
-        block, :meth:`TcpSender.drained` is False."""
+    def end_link(self, reason: str) -> None:
+        """Fail all rooms and close the connections. Returns at once; :meth:`TcpSender.drained`
+        stays False while a lane still reads a block."""
         with self.changed:
             self.closed = True
             self._queue.fail_all(TransferError(reason))
@@ -208,13 +164,13 @@ class TcpLink:
             lane.shut_down()
 
     @property
-    def over(self) -> bool:
-        """Whether the link was ended and no lane has anything in hand."""
+    def is_over(self) -> bool:
+        """Whether the link has ended and no lane holds a block."""
         with self.changed:
             return self.closed and not self._in_hand
 
     def close(self, reason: str) -> None:
-        """End the link; returns when nothing reads the pool for it any more."""
-        self.end(reason)
+        """End the link, and wait until nothing reads the pool for it."""
+        self.end_link(reason)
         with self.changed:
             self.changed.wait_for(lambda: not self._in_hand)

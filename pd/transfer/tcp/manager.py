@@ -1,25 +1,25 @@
-"""KV over plain TCP sockets: the backend that works everywhere.
+"""KV over plain TCP sockets, the backend that works everywhere.
 
-Guarantees, and what they rest on:
+Guarantees, and why they hold:
 
-- D's own thread does every write into D's pool, after a lookup of (room, epoch) and a check of the
-  frame against the reservation. So nothing lands outside a live reservation, and after
-  ``Receiver.abort`` D itself knows when nothing can land any more (:meth:`Receiver.drained`),
-  whatever P does: no ``Drained`` message is needed.
+- D's own thread does every write into D's pool. It first looks up (room, epoch) and checks the
+  frame against the reservation, so nothing lands outside a live reservation. After
+  ``Receiver.abort`` D knows by itself when nothing can land any more (:meth:`Receiver.drained`),
+  whatever P does. So it needs no ``Drained`` message.
 - A receiver is DONE only when each reserved (layer, token) arrived once and P committed the same
-  number of bytes. A frame that repeats any of them is discarded whole.
-- ``Sender.poll`` is DONE when the kernel has taken every byte. If the connection breaks after that,
-  D finds bytes missing: it fails the room when the connection ends or, at the latest, a lease after
-  the commit.
-- ``Sender.drained`` says that the source pages are no longer read. Bytes on the wire may still
-  reach D, where the first point deals with them.
-- A pool that a GPU holds goes through pinned host buffers, two for each connection and side
+  number of bytes. We discard a frame as a whole if it repeats any of them.
+- ``Sender.poll`` is DONE when the kernel has taken every byte. If the connection breaks later, D
+  misses bytes and fails the room, when the connection ends or at the latest a lease after the
+  commit.
+- ``Sender.drained`` means only that we have stopped reading the source pages. Bytes on the wire may
+  still reach D, where the first point deals with them.
+- A pool on a GPU goes through pinned host buffers, two for each connection and side
   (:mod:`pd.transfer.tcp.host_buffers`). Bytes count as received, and a receiver or sender as
-  drained, only when the copies into or out of the pool were observed complete on the host: not
-  when they were queued. Nothing waits for them on the stream of the forward pass, nor that stream
-  for them.
-- The openings are authenticated with the cluster key (:mod:`pd.transfer.wire.greeting`); without
-  one, both ends must be loopback addresses. Data is not encrypted.
+  drained, only when the host observed the end of the copies, not when they were queued. The copies
+  and the stream of the forward pass never wait for each other.
+- We authenticate the start of each connection with the cluster key
+  (:mod:`pd.transfer.wire.greeting`). Without one, both ends must be loopback addresses. Data is not
+  encrypted.
 """
 
 from __future__ import annotations
@@ -30,25 +30,27 @@ import threading
 from typing import TYPE_CHECKING
 
 from pd.core.errors import TransferError
-from pd.core.starvation import Patience
 from pd.transfer.base import Receiver, Sender, TransferManager
 from pd.transfer.computed import Computed
 from pd.transfer.pool_memory import PoolMemory
-from pd.transfer.pool_shape import missing_tokens, wanted_tokens
 from pd.transfer.tcp.inbox import TcpInbox
-from pd.transfer.tcp.link import TcpLink, TcpSender
+from pd.transfer.tcp.lane import TcpLane
+from pd.transfer.tcp.link import TcpLink
 from pd.transfer.tcp.receiver import TcpReceiver
+from pd.transfer.tcp.sender import TcpSender
 from pd.transfer.wire.greeting import peer_address, require_loopback, transfer_key
+from pd.util.starvation import Patience
 
 if TYPE_CHECKING:
     from pd.core.messages import Reservation
     from pd.core.node_info import NodeInfo
-    from pd.transfer.base import IntArray, KVBuffer
+    from pd.transfer.kv_buffer import IntArray, KVBuffer
+    from pd.transfer.pool_shape import MissingTokens
 
 logger = logging.getLogger(__name__)
 
-# A second connection fills the gaps that the first leaves between frames, where there are cores for
-# its threads; more change nothing (`pd-bench transfer --backend tcp --connections N`).
+# A second connection fills the gaps between the frames of the first, if there are cores for its
+# threads. More connections change nothing (`pd-bench transfer --backend tcp --connections N`).
 DEFAULT_CONNECTIONS = 2 if (os.cpu_count() or 1) > 2 else 1
 
 
@@ -57,8 +59,8 @@ class TcpManager(TransferManager):
 
     Args:
         host: address to listen on.
-        advertise_host: address that peers connect to; ``host`` if empty.
-        cluster_key: needed as soon as ``host`` is not a loopback address.
+        advertise_host: address for peers to connect to; ``host`` if empty.
+        cluster_key: required unless ``host`` is a loopback address.
         connections: data connections to each peer.
         staged: copy through host buffers even if the pool is in host memory (for tests).
     """
@@ -79,16 +81,17 @@ class TcpManager(TransferManager):
     ) -> None:
         if cluster_key is None:
             require_loopback(host, "the data address")
-        self.patience = patience or Patience()
+        memory = PoolMemory(pool, staged=staged)
+        super().__init__(memory.shape, patience or Patience())
         self._instance, self._key = instance_id, transfer_key(cluster_key)
         self._host = advertise_host or host
         self._num_lanes = connections
-        self._memory = PoolMemory(pool, staged=staged)
+        self._memory = memory
         self._computed = Computed(pool.memory.device, self.name)
         self._inbox = TcpInbox(self._memory, instance_id, host, self._key, self.patience)
         self._lock = threading.Lock()
         self._links: dict[str, TcpLink] = {}
-        # Links that have ended, but whose lanes may still send a block.
+        # Links that have ended while a lane may still send a block.
         self._ending: list[TcpLink] = []
         self.counters = self._inbox.counters
 
@@ -106,13 +109,13 @@ class TcpManager(TransferManager):
                 peer.instance_id,
                 address,
                 self._key,
-                self._memory,
+                lambda link, number: TcpLane(link, number, self._memory),
                 self._num_lanes,
                 self.patience,
             )
             self._links[peer.instance_id] = link
         if old is not None:
-            self._end(old, f"{peer.instance_id} has a new address")
+            self._end_link(old, f"{peer.instance_id} has a new address")
         if peer.role != "prefill":
             try:
                 link.start()
@@ -122,45 +125,33 @@ class TcpManager(TransferManager):
     def disconnect(self, instance_id: str) -> None:
         with self._lock:
             link = self._links.pop(instance_id, None)
-        self._inbox.disconnect(instance_id)
+        self._inbox.disconnect_peer(instance_id)
         if link is not None:
-            self._end(link, f"{instance_id} was disconnected")
+            self._end_link(link, f"{instance_id} was disconnected")
 
-    def _end(self, link: TcpLink, reason: str) -> None:
+    def _end_link(self, link: TcpLink, reason: str) -> None:
         with self._lock:
-            self._ending = [old for old in self._ending if not old.over] + [link]
-        link.end(reason)
+            self._ending = [old for old in self._ending if not old.is_over] + [link]
+        link.end_link(reason)
 
-    def sender(
-        self, peer: str, reservation: Reservation, pages: IntArray, num_tokens: int
+    def open_sender(
+        self, peer: str, reservation: Reservation, pages: IntArray, tokens: MissingTokens
     ) -> Sender:
         with self._lock:
             link = self._links.get(peer)
         if link is None:
             raise TransferError(f"{peer} is not connected")
-        sender = TcpSender(
-            link,
-            self._memory,
-            self._computed,
-            reservation,
-            pages,
-            wanted_tokens(self._memory.shape, reservation, num_tokens),
-        )
-        link.open(sender)
+        sender = TcpSender(link, self._memory, self._computed, reservation, pages, tokens)
+        link.add_sender(sender)
         return sender
 
-    def receiver(
-        self,
-        peer: str,
-        room: bytes,
-        epoch: int,
-        pages: IntArray,
-        cached: tuple[int, ...],
-        num_tokens: int,
+    def open_receiver(
+        self, peer: str, room: bytes, epoch: int, pages: IntArray, tokens: MissingTokens
     ) -> Receiver:
-        tokens = missing_tokens(self._memory.shape, cached, num_tokens)
-        receiver = TcpReceiver(self._inbox, peer, room, epoch, pages, tokens)
-        self._inbox.add(receiver)
+        receiver = TcpReceiver(
+            self._inbox.receivers, self._memory, peer, room, epoch, pages, tokens
+        )
+        self._inbox.receivers.add_receiver(receiver)
         return receiver
 
     def is_linked(self, peer: str) -> bool:

@@ -1,1 +1,1 @@
-"""Connections between nodes: opening them, proving the peers' identity, and reading them."""
+"""Connections between nodes: how we open them, prove the peers' identity, and read them."""

@@ -7,10 +7,10 @@ import socket
 from typing import TYPE_CHECKING
 
 from pd.core.errors import TransferError
-from pd.transfer.wire.greeting import PeerRefusedError, greet
+from pd.transfer.wire.greeting import PeerRefusedError, greet_peer
 
 if TYPE_CHECKING:
-    from pd.core.starvation import Patience
+    from pd.util.starvation import Patience
 
 logger = logging.getLogger(__name__)
 
@@ -23,12 +23,12 @@ class PeerGoneError(TransferError):
 
 
 class Dialler:
-    """Connects to one peer, once at each call.
+    """Connects to one peer, once for each call.
 
     Args:
         service: name of the backend.
         own, peer: instance ids of the two ends.
-        what: the connection's name in log lines.
+        what: name of the connection in log lines.
     """
 
     def __init__(
@@ -46,24 +46,24 @@ class Dialler:
         self._what = what
 
     def connect(self) -> socket.socket | None:
-        """A connection whose greeting is complete; None if another try may succeed.
+        """Return a connection with a complete greeting, or None if another try may succeed.
 
         Raises:
-            PeerGoneError: nobody listens; another try may find another process.
-            PeerRefusedError: the peer does not want this connection; another try is of no use.
+            PeerGoneError: nobody listens. Another try may find another process.
+            PeerRefusedError: the peer does not want this connection, so do not try again.
         """
         peer = self._peer
         try:
             sock = socket.create_connection(self._address, timeout=_SECONDS)
         except (OSError, UnicodeError) as error:
-            # UnicodeError: a host that cannot be a name.
+            # UnicodeError: an invalid host name.
             logger.info("cannot reach %s at %s:%d: %s", peer, *self._address, error)
             if isinstance(error, ConnectionRefusedError):
                 message = f"node {peer} is gone: nobody listens at its address"
                 raise PeerGoneError(message) from error
             return None
         try:
-            greet(sock, self._service, self._own, peer, self._key, self._patience)
+            greet_peer(sock, self._service, self._own, peer, self._key, self._patience)
         except PeerRefusedError as error:
             sock.close()
             logger.warning("%s", error)
@@ -76,5 +76,5 @@ class Dialler:
 
 
 def longer_pause(seconds: float) -> float:
-    """Seconds before the next try after a pause of ``seconds`` was in vain."""
+    """Return the pause before the next try, after one of ``seconds``."""
     return min(_LONGEST_PAUSE, seconds * 2 or _FIRST_PAUSE)

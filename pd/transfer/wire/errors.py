@@ -1,8 +1,10 @@
-"""Errors about data that a peer sent."""
+"""Errors about data of a peer."""
 
 from __future__ import annotations
 
 
 class PeerDataError(Exception):
-    """A peer sent KV data, or announced some, which its reservation or the format does not allow.
-    The message names the value; the peer's connection is closed."""
+    """A peer sent or announced KV data that violates its reservation or the format.
+
+    The message names the value. We close the peer's connection.
+    """

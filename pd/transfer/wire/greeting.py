@@ -1,10 +1,10 @@
 """The greeting of a data connection: both ends name themselves and prove the cluster key.
 
-The node that connects sends a hello with both instance ids and a nonce; the other answers with its
-own nonce and an HMAC-SHA256 over both; the first proves itself the same way and learns whether it
-is welcome. Fresh nonces of both sides enter each proof, and each side signs under its own label, so
-neither a recorded nor a reflected proof is worth anything. The proof covers the opening only: the
-bytes that follow are neither encrypted nor signed.
+The connecting node sends a hello with both instance ids and a nonce. The other answers with its own
+nonce and an HMAC-SHA256 over both. The first proves itself the same way and learns whether it is
+welcome. Both sides' fresh nonces enter each proof, and each side signs under its own label, so a
+recorded or reflected proof is worthless. The proof covers only the greeting: later bytes are
+neither encrypted nor signed.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import struct
 import time
 from typing import TYPE_CHECKING
 
-from pd.core.cluster_key import derive
+from pd.core.addresses import is_loopback
 from pd.core.errors import TransferError, UsageError
-from pd.core.local_requests import is_loopback
+from pd.net.cluster_key import derive_key
 
 if TYPE_CHECKING:
     import socket
 
-    from pd.core.starvation import Patience
+    from pd.util.starvation import Patience
 
 MAGIC = b"pd-data\n"
 VERSION = 1
@@ -45,41 +45,41 @@ _VERDICTS = {
 
 
 class GreetingError(Exception):
-    """The other side does not belong to this deployment; the message says why."""
+    """The other side does not belong to this deployment. The message says why."""
 
 
 class PeerRefusedError(TransferError):
-    """The peer answered and does not want this connection: trying again is of no use."""
+    """The peer answered and does not want this connection, so another try is useless."""
 
 
 def transfer_key(cluster_key: bytes | None) -> bytes | None:
-    """The sub-key of data connections."""
-    return None if cluster_key is None else derive(cluster_key, "transfer")
+    """Derive the sub-key of data connections."""
+    return None if cluster_key is None else derive_key(cluster_key, "transfer")
 
 
 def require_loopback(host: str, what: str) -> None:
-    """Raise UsageError unless ``host`` is this machine only: there is no cluster key."""
+    """Raise UsageError unless ``host`` is this machine. Call it if there is no cluster key."""
     if not is_loopback(host):
         raise UsageError(
             f"{what} {host} is not a loopback address: set --cluster-key-file to leave this machine"
         )
 
 
-def _proof(key: bytes | None, label: bytes, *parts: bytes) -> bytes:
+def _compute_proof(key: bytes | None, label: bytes, *parts: bytes) -> bytes:
     if key is None:
         return bytes(_MAC)
     return hmac.new(key, label + b"".join(parts), hashlib.sha256).digest()
 
 
 def check_instance_id(instance_id: str) -> bytes:
-    """The id as it travels. Raises TransferError when it is empty or too long."""
+    """Return the id as bytes. Raises TransferError when it is empty or too long."""
     encoded = instance_id.encode()
     if not 0 < len(encoded) <= MAX_ID_BYTES:
         raise TransferError(f"instance id {instance_id!r} is not of 1 to {MAX_ID_BYTES} bytes")
     return encoded
 
 
-def greet(
+def greet_peer(
     sock: socket.socket,
     service: str,
     own: str,
@@ -87,11 +87,12 @@ def greet(
     key: bytes | None,
     patience: Patience | None = None,
 ) -> None:
-    """Open a connection made to ``peer``. It waits for each answer as long as the socket's timeout,
-    extended by ``patience``.
+    """Greet the peer of a new connection.
+
+    Each answer may take as long as the socket's timeout, extended by ``patience``.
 
     Raises:
-        PeerRefusedError: it is not this peer, or one of us lacks the other's key.
+        PeerRefusedError: another peer answered, or one side lacks the other's key.
         OSError: the connection broke or timed out.
     """
     ids = check_instance_id(own), check_instance_id(peer)
@@ -107,9 +108,9 @@ def greet(
     if verdict != _WELCOME:
         raise PeerRefusedError(f"{peer} refused the connection: {_VERDICTS.get(verdict, verdict)}")
     signed = reply[:-_MAC]
-    if not hmac.compare_digest(proof, _proof(key, b"accept", hello, signed)):
+    if not hmac.compare_digest(proof, _compute_proof(key, b"accept", hello, signed)):
         raise PeerRefusedError(f"{peer} did not prove that it has the cluster key")
-    sock.sendall(_proof(key, b"connect", hello, signed))
+    sock.sendall(_compute_proof(key, b"connect", hello, signed))
     if _receive_exactly(sock, 1, peer, patience)[0] != _WELCOME:
         raise PeerRefusedError(f"{peer} refused the connection: {_VERDICTS[_WRONG_KEY]}")
 
@@ -130,10 +131,10 @@ def _receive_exactly(sock: socket.socket, size: int, peer: str, patience: Patien
 
 
 class IncomingGreeting:
-    """The accepting side, fed with bytes as they come so that it fits any kind of loop.
+    """The accepting side. You feed it bytes as they arrive, so it fits any kind of loop.
 
     Attributes:
-        needs: bytes to read and :meth:`feed` next; 0 when the greeting is over.
+        needs: number of bytes for the next :meth:`feed_bytes`; 0 when the greeting is over.
         peer: instance id of the other side, empty until it proved itself.
     """
 
@@ -145,9 +146,12 @@ class IncomingGreeting:
         self.needs = _HELLO.size
         self.peer = ""
 
-    def feed(self, data: bytes) -> tuple[bytes, str]:
-        """Take exactly ``needs`` bytes; returns the answer to send and, if the connection is to be
-        closed after it, the reason."""
+    def feed_bytes(self, data: bytes) -> tuple[bytes, str]:
+        """Take exactly ``needs`` bytes.
+
+        Returns:
+            the answer to send, and the reason if you must then close the connection.
+        """
         return self._take_proof(data) if self._hello else self._take_hello(data)
 
     def _take_hello(self, data: bytes) -> tuple[bytes, str]:
@@ -160,35 +164,39 @@ class IncomingGreeting:
         meant = receiver[:peer_len].decode(errors="replace")
         name = service.rstrip(b"\0").decode(errors="replace")
         if version != VERSION:
-            return self._refuse(_WRONG_VERSION, f"it speaks version {version}, not {VERSION}")
+            return self._refuse_peer(_WRONG_VERSION, f"it speaks version {version}, not {VERSION}")
         if name != self._service:
-            return self._refuse(_WRONG_SERVICE, f"it runs backend {name!r}, not {self._service!r}")
+            return self._refuse_peer(
+                _WRONG_SERVICE, f"it runs backend {name!r}, not {self._service!r}"
+            )
         if meant != self._own:
-            return self._refuse(_WRONG_INSTANCE, f"it looks for instance {meant!r}")
+            return self._refuse_peer(_WRONG_INSTANCE, f"it looks for instance {meant!r}")
         if keyed != (self._key is not None):
-            return self._refuse(_WRONG_KEY, "only one of us has a cluster key")
+            return self._refuse_peer(_WRONG_KEY, "only one of us has a cluster key")
         self._hello = data
         nonce = secrets.token_bytes(_NONCE)
         self._signed = _REPLY.pack(MAGIC, VERSION, _WELCOME, nonce, bytes(_MAC))[:-_MAC]
         self.needs = _MAC
-        return self._signed + _proof(self._key, b"accept", data, self._signed), ""
+        return self._signed + _compute_proof(self._key, b"accept", data, self._signed), ""
 
     def _take_proof(self, data: bytes) -> tuple[bytes, str]:
         self.needs = 0
-        if not hmac.compare_digest(data, _proof(self._key, b"connect", self._hello, self._signed)):
+        if not hmac.compare_digest(
+            data, _compute_proof(self._key, b"connect", self._hello, self._signed)
+        ):
             return bytes([_WRONG_KEY]), f"{self._claimed} did not prove that it has the cluster key"
         self.peer = self._claimed
         return bytes([_WELCOME]), ""
 
-    def _refuse(self, verdict: int, reason: str) -> tuple[bytes, str]:
+    def _refuse_peer(self, verdict: int, reason: str) -> tuple[bytes, str]:
         self.needs = 0
         reply = _REPLY.pack(MAGIC, VERSION, verdict, bytes(_NONCE), bytes(_MAC))
         return reply, f"{self._claimed}: {reason}"
 
 
 def peer_address(address: dict[str, str], peer: str, key: bytes | None) -> tuple[str, int]:
-    """``host`` and ``port`` published by a peer. Raises TransferError naming what is wrong; without
-    a key that is also a host other than this one."""
+    """Return ``host`` and ``port`` as published by a peer. Raises TransferError naming the fault.
+    Without a key, a host other than this one is a fault."""
     host, port = address.get("host", ""), address.get("port", "")
     if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
         raise TransferError(f"{peer} published a bad data address: host {host!r}, port {port!r}")

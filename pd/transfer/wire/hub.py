@@ -6,15 +6,16 @@ import logging
 import selectors
 import threading
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING
 
-from pd.core.seldom import Seldom
-from pd.core.starvation import Patience
-from pd.core.waker import Waker
 from pd.transfer.wire.acceptor import Acceptor
 from pd.transfer.wire.channel import Channel, ChannelEvents, DialEvents
 from pd.transfer.wire.dialler import Dialler, PeerGoneError, longer_pause
 from pd.transfer.wire.greeting import PeerRefusedError
+from pd.util.starvation import Patience
+from pd.util.waker import Waker
+from pd.util.warning_limit import WarningLimit
 
 if TYPE_CHECKING:
     import socket
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Channels that stay open until the process ends, since their end would tell the peer that this end
-# drained, which it did not.
+# Channels that stay open until the process ends, because closing them would falsely tell the peer
+# that this end drained.
 _KEPT: list[Channel] = []
 
 
@@ -52,51 +53,51 @@ class Dial:
         self._delay = delay
 
     def start(self) -> None:
-        """Begin, on a thread of its own. Raises RuntimeError if the system has none at present."""
+        """Begin on a new thread. Raises RuntimeError if the system has none at present."""
         name = f"pd-dial-{self._hub.service}"
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def cancel(self) -> None:
-        """Try no more. A channel that is just being opened may still be announced."""
+        """Stop trying. A channel that is just being opened may still be announced."""
         self._cancelled.set()
 
     def _run(self) -> None:
         while not self._cancelled.wait(self._delay):
-            channel = self._connect()
-            if channel is not None and self._hub.adopt(channel, self._events):
+            channel = self._open_channel()
+            if channel is not None and self._hub.adopt_channel(channel, self._events):
                 return
             self._delay = longer_pause(self._delay)
 
-    def _connect(self) -> Channel | None:
+    def _open_channel(self) -> Channel | None:
         try:
             sock = self._dialler.connect()
         except PeerGoneError as error:
-            self._tell(error)
+            self._report_failure(error)
             return None
         except PeerRefusedError as error:
             self._cancelled.set()
-            self._tell(error, final=True)
+            self._report_failure(error, final=True)
             return None
         if sock is None:
             return None
         try:
-            return self._hub.channel(sock, self._peer, inbound=False)
+            return self._hub.make_channel(sock, self._peer, inbound=False)
         except OSError as error:
             sock.close()
             logger.info("lost the %s channel to %s: %s", self._hub.service, self._peer, error)
             return None
 
-    def _tell(self, error: TransferError, *, final: bool = False) -> None:
-        self._hub.call(lambda: self._events.unreachable(error, final))
+    def _report_failure(self, error: TransferError, *, final: bool = False) -> None:
+        self._hub.call_soon(lambda: self._events.on_unreachable(error, final))
 
 
 class ChannelHub:
-    """One thread that accepts, greets and reads; another for each channel while it is dialled.
+    """One thread accepts, greets and reads. While we dial a channel, it has another thread.
 
     Args:
-        service: the backend's name; both ends must have the same.
+        service: name of the backend, equal on both ends.
         key: sub-key of data connections (:func:`pd.transfer.wire.greeting.transfer_key`).
-        decoder: of the messages that peers may send.
+        decoder: decodes the messages that peers may send.
         accept: called with each inbound channel by the hub's thread; returns the owner's events.
         patience: extends the limits of greetings.
     """
@@ -117,10 +118,10 @@ class ChannelHub:
         self._accept_channel = accept
         self._channels: set[Channel] = set()
         self._calls: deque[Callable[[], None]] = deque()
-        # Dials that no thread could be started for, which this one tries again.
+        # Dials without a thread, because the system had none. The hub's thread starts them later.
         self._not_begun: list[Dial] = []
         self._closing = False
-        self._seldom = Seldom(logger)
+        self._warnings = WarningLimit(logger)
         self._selector = selectors.DefaultSelector()
         self._acceptor = Acceptor(
             service,
@@ -130,7 +131,7 @@ class ChannelHub:
             self.patience,
             self._selector,
             f"{service} channel",
-            self._welcome,
+            self._on_accepted,
         )
         self.port = self._acceptor.port
         self._waker = Waker()
@@ -143,39 +144,46 @@ class ChannelHub:
 
     @property
     def refused(self) -> int:
-        """Connections closed for their greeting, or for want of one."""
+        """Number of connections closed for a bad or missing greeting."""
         return self._acceptor.refused
 
-    def dial(
+    def dial_peer(
         self, peer: str, address: tuple[str, int], events: DialEvents, delay: float = 0.0
     ) -> Dial:
-        """Open a channel to D in the background, trying again with growing pauses; the first try
-        comes after ``delay`` seconds."""
+        """Open a channel to D in the background, trying again after growing pauses.
+
+        Args:
+            delay: seconds before the first try.
+        """
         dial = Dial(self, peer, address, events, delay)
-        if not self._begins(dial):
-            self.call(lambda: self._not_begun.append(dial))
+        if not self._start_dial(dial):
+            self.call_soon(lambda: self._not_begun.append(dial))
         return dial
 
-    def _begins(self, dial: Dial) -> bool:
+    def _start_dial(self, dial: Dial) -> bool:
         try:
             dial.start()
         except RuntimeError as error:
-            self._seldom.warn(f"cannot dial a {self.service} peer yet: {error}")
+            self._warnings.log_warning(f"cannot dial a {self.service} peer yet: {error}")
             return False
         return True
 
-    def call(self, what: Callable[[], None]) -> None:
+    def call_soon(self, call: Callable[[], None]) -> None:
         """Have the hub's thread call a function that does not block."""
-        self._calls.append(what)
-        self._waker.wake()
+        self._calls.append(call)
+        self._waker.wake_poll()
 
-    def channel(self, sock: socket.socket, peer: str, *, inbound: bool) -> Channel:
-        """The channel of a connection that was greeted. Raises OSError if it is lost."""
-        return Channel(sock, peer, inbound=inbound, decoder=self._decoder, attend=self._attend)
+    def make_channel(self, sock: socket.socket, peer: str, *, inbound: bool) -> Channel:
+        """Make the channel of a greeted connection. Raises OSError if the connection is lost."""
+        return Channel(
+            sock, peer, inbound=inbound, decoder=self._decoder, attend=self._request_check
+        )
 
-    def adopt(self, channel: Channel, events: DialEvents) -> bool:
-        """Watch a channel that :class:`Dial` opened. False if that was not possible, so that the
-        channel is closed; another try may succeed."""
+    def adopt_channel(self, channel: Channel, events: DialEvents) -> bool:
+        """Watch a channel opened by :class:`Dial`.
+
+        Return False if we cannot watch it. We then close the channel, and another try may succeed.
+        """
         settled = threading.Event()
         failed = False
 
@@ -183,15 +191,15 @@ class ChannelHub:
             nonlocal failed
             if self._closing:
                 channel.sock.close()
-            elif self._watch(channel):
+            elif self._watch_channel(channel):
                 channel.events = events
-                self._guard(channel, lambda: events.opened(channel))
+                self._call_guarded(channel, lambda: events.on_opened(channel))
             else:
                 failed = True
             settled.set()
 
-        self.call(watch)
-        # NOTE: the thread may have ended before it came to this call.
+        self.call_soon(watch)
+        # NOTE: the thread may have ended without making this call.
         while self._thread.is_alive() and not settled.wait(1.0):
             pass
         if not settled.is_set():
@@ -199,10 +207,10 @@ class ChannelHub:
         return not failed
 
     def close(self) -> None:
-        """Close everything but P's channels that their owners did not close: those stay open for
-        the life of the process, since their end would say that P drained."""
+        """Close everything except P's channels that their owners left open. Those stay open as long
+        as the process lives, because their end would say that P drained."""
         self._closing = True
-        self.call(lambda: None)
+        self.call_soon(lambda: None)
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -210,17 +218,17 @@ class ChannelHub:
 
     def _run(self) -> None:
         while not self._closing:
-            timeout = 1.0 if self._acceptor.pending or self._not_begun else None
+            timeout = 1.0 if self._acceptor.has_pending or self._not_begun else None
             for key, mask in self._selector.select(timeout):
                 if callable(key.data):
                     key.data()
                 elif key.data in self._channels:
-                    self._serve(key.data, mask)
+                    self._serve_channel(key.data, mask)
             while self._calls:
                 self._calls.popleft()()
-            self._acceptor.sweep()
+            self._acceptor.close_overdue()
             if self._not_begun:
-                self._not_begun = [dial for dial in self._not_begun if not self._begins(dial)]
+                self._not_begun = [dial for dial in self._not_begun if not self._start_dial(dial)]
         while self._calls:
             self._calls.popleft()()
         for channel in list(self._channels):
@@ -228,90 +236,92 @@ class ChannelHub:
                 channel.close()
             elif not channel.closed:
                 _KEPT.append(channel)
-            self._forget(channel)
+            self._forget_channel(channel)
         self._acceptor.close()
         self._selector.close()
         self._waker.close()
 
-    def _welcome(self, sock: socket.socket, peer: str, origin: str) -> None:
+    def _on_accepted(self, sock: socket.socket, peer: str, origin: str) -> None:
         try:
-            channel = self.channel(sock, peer, inbound=True)
+            channel = self.make_channel(sock, peer, inbound=True)
         except OSError as error:
             logger.info("lost the %s channel of %s: %s", self.service, peer, error)
             sock.close()
             return
-        if self._watch(channel):
-            self._guard(channel, lambda: self._own(channel))
+        if self._watch_channel(channel):
+            self._call_guarded(channel, partial(self._adopt_inbound, channel))
 
-    def _own(self, channel: Channel) -> None:
+    def _adopt_inbound(self, channel: Channel) -> None:
         channel.events = self._accept_channel(channel)
 
-    def _watch(self, channel: Channel) -> bool:
-        """Read a channel from now on. False if the system lets nobody watch it: it is closed, and
-        was not used."""
+    def _watch_channel(self, channel: Channel) -> bool:
+        """Read a channel from now on. If the system does not let us watch it, close it unused and
+        return False."""
         try:
             self._selector.register(channel.sock, selectors.EVENT_READ, channel)
         except OSError as error:  # for example, the user may watch no more descriptors
-            self._seldom.warn(f"cannot watch the {self.service} channel of {channel}: {error}")
+            self._warnings.log_warning(
+                f"cannot watch the {self.service} channel of {channel}: {error}"
+            )
             channel.sock.close()
             return False
         self._channels.add(channel)
         return True
 
-    def _attend(self, channel: Channel) -> None:
-        """Have the thread look at a channel that has something to write, failed or was closed."""
-        self.call(lambda: self._look_after(channel))
+    def _request_check(self, channel: Channel) -> None:
+        """Have the thread check a channel with output, a failure or a close."""
+        self.call_soon(lambda: self._check_channel(channel))
 
-    def _look_after(self, channel: Channel) -> None:
+    def _check_channel(self, channel: Channel) -> None:
         if channel not in self._channels:
             return
         if channel.closed:
-            self._forget(channel)
+            self._forget_channel(channel)
             return
         if channel.failure and not channel.end_reported:
-            self._break(channel, channel.failure)
+            self._break_channel(channel, channel.failure)
         write = selectors.EVENT_WRITE if channel.wants_to_write else 0
         self._selector.modify(channel.sock, selectors.EVENT_READ | write, channel)
 
-    def _serve(self, channel: Channel, mask: int) -> None:
+    def _serve_channel(self, channel: Channel, mask: int) -> None:
         if mask & selectors.EVENT_WRITE:
-            channel.write()
+            channel.write_output()
             if not channel.wants_to_write:
-                self._look_after(channel)
+                self._check_channel(channel)
         if not mask & selectors.EVENT_READ or channel not in self._channels:
             return
         messages: list[msgspec.Struct] = []
         reason = ""
         if channel.end_reported:
-            reason = channel.discard()
+            reason = channel.discard_input()
         else:
             try:
-                messages, reason = channel.read()
+                messages, reason = channel.read_messages()
             except ValueError as error:
-                self._break(channel, f"it sent no message of ours: {error}")
+                self._break_channel(channel, f"it sent an invalid message: {error}")
         for message in messages:
             if channel.end_reported or channel.closed:
                 break
-            self._deliver(channel, message)
+            events = channel.events
+            assert events is not None
+            self._call_guarded(channel, partial(events.on_message, channel, message))
         if reason and channel in self._channels:
-            self._ended(channel, reason)
+            self._forget_channel(channel)
+            if not channel.closed and (channel.proof or not channel.end_reported):
+                channel.end_reported = True
+                self._tell_end(channel, reason, proof=channel.proof)
 
-    def _deliver(self, channel: Channel, message: msgspec.Struct) -> None:
-        assert channel.events is not None
-        events = channel.events
-        self._guard(channel, lambda: events.message(channel, message))
-
-    def _guard(self, channel: Channel, call: Callable[[], None]) -> None:
+    def _call_guarded(self, channel: Channel, call: Callable[[], None]) -> None:
         try:
             call()
         except Exception as error:
-            # An owner's error, such as one of CUDA or of a wrong message, ends this channel only.
-            logger.exception("cannot go on with the %s channel of %s", self.service, channel)
-            self._break(channel, str(error))
+            # An owner's error, such as a CUDA error or a wrong message, ends only this channel.
+            logger.exception("cannot continue the %s channel of %s", self.service, channel)
+            self._break_channel(channel, str(error))
 
-    def _break(self, channel: Channel, reason: str) -> None:
-        """Send nothing more, but wait for the peer's end of the stream if that proves anything."""
-        channel.fail(reason)
+    def _break_channel(self, channel: Channel, reason: str) -> None:
+        """Stop sending, but wait for the peer's end of the stream if it would prove something."""
+        channel.mark_failed(reason)
         channel.stop_sending()
         if channel.end_reported or channel.closed:
             return
@@ -319,24 +329,18 @@ class ChannelHub:
         logger.warning("gave up the %s channel of %s: %s", self.service, channel, reason)
         self._tell_end(channel, reason, proof=False)
         if not channel.inbound and channel in self._channels:
-            self._forget(channel)
-
-    def _ended(self, channel: Channel, reason: str) -> None:
-        self._forget(channel)
-        if not channel.closed and (channel.proof or not channel.end_reported):
-            channel.end_reported = True
-            self._tell_end(channel, reason, proof=channel.proof)
+            self._forget_channel(channel)
 
     def _tell_end(self, channel: Channel, reason: str, *, proof: bool) -> None:
         if channel.events is None:
             return
         try:
-            channel.events.ended(channel, reason, proof)
+            channel.events.on_ended(channel, reason, proof)
         except Exception:
-            # The thread serves the other channels.
+            # The thread must keep serving the other channels.
             logger.exception("failed to end the %s channel of %s", self.service, channel)
 
-    def _forget(self, channel: Channel) -> None:
+    def _forget_channel(self, channel: Channel) -> None:
         self._channels.discard(channel)
         self._selector.unregister(channel.sock)
-        channel.release()
+        channel.release_socket()

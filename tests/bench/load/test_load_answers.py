@@ -11,7 +11,7 @@ import pytest
 
 from pd.bench.load.answers import Answer, read_answer
 from pd.bench.load.endpoints import Chat, Completions, NativeGenerate
-from pd.bench.load.measures import summarize
+from pd.bench.load.measures import summarize_records
 from pd.bench.load.reception import Reception
 from pd.bench.load.records import Record
 
@@ -176,7 +176,7 @@ def test_the_largest_numbers_have_finite_measures() -> None:
                stages=answer.stages if n else {"prefill": 0.0})
         for n in range(3)
     ]  # fmt: skip
-    json.dumps(summarize(records), allow_nan=False)
+    json.dumps(summarize_records(records), allow_nan=False)
 
 
 @pytest.mark.parametrize(

@@ -7,20 +7,20 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from pd.bench.load.arrivals import Arrivals, schedule
+from pd.bench.load.arrivals import Arrivals, draw_arrivals
 from pd.core.errors import UsageError
 
 COUNT = 20_000
 
 
 def intervals(arrivals: Arrivals, seed: int = 1) -> np.ndarray:
-    return np.diff(schedule(arrivals, COUNT, seed), prepend=0.0)
+    return np.diff(draw_arrivals(arrivals, COUNT, seed), prepend=0.0)
 
 
 def test_same_seed_same_times_and_another_seed_others() -> None:
     arrivals = Arrivals(rate=7.0, burstiness=0.5)
-    assert schedule(arrivals, 100, 3) == schedule(arrivals, 100, 3)
-    assert schedule(arrivals, 100, 3) != schedule(arrivals, 100, 4)
+    assert draw_arrivals(arrivals, 100, 3) == draw_arrivals(arrivals, 100, 3)
+    assert draw_arrivals(arrivals, 100, 3) != draw_arrivals(arrivals, 100, 4)
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
@@ -34,7 +34,7 @@ def test_intervals_have_the_mean_of_the_rate_and_the_variation_of_the_gamma_shap
 
 
 def test_poisson_counts_in_windows_vary_as_much_as_their_mean() -> None:
-    counts = np.bincount(np.floor(schedule(Arrivals(rate=20.0), COUNT, 5)).astype(int))[:-1]
+    counts = np.bincount(np.floor(draw_arrivals(Arrivals(rate=20.0), COUNT, 5)).astype(int))[:-1]
     assert counts.mean() == pytest.approx(20, rel=0.05)
     assert counts.var() == pytest.approx(20, rel=0.15)
 

@@ -61,7 +61,7 @@ def test_tls_trusts_those_whom_the_load_trusts(monkeypatch: pytest.MonkeyPatch) 
     def context() -> None:
         raise ReadError
 
-    monkeypatch.setattr(client, "tls_context", context)
+    monkeypatch.setattr(client, "make_tls_context", context)
     with pytest.raises(ReadError):
         fetch_from_here("https://127.0.0.1:9")
     with pytest.raises(SetupError, match="cannot reach http"):

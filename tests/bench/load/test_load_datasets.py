@@ -185,7 +185,7 @@ def test_torn_lines_of_a_trace_are_left_out_and_counted_in_one_warning(tmp_path,
     path.write_text("\n".join([lines[0], torn, "", lines[1], torn + lines[0], lines[2], ""]))
     assert len(draw(DatasetSpec("trace", path=path))) == 3
     (record,) = caplog.records
-    assert record.getMessage() == f"{path}: 2 lines are no JSON and left out, line 2 first"
+    assert record.getMessage() == f"{path}: 2 lines are not JSON and skipped, line 2 first"
 
 
 @pytest.mark.parametrize("scale", ["1/1000", "0", "x", "1/0", "-1"])
@@ -242,7 +242,7 @@ def test_lines_that_cannot_be_sent_are_named(tmp_path, line, complaint) -> None:
 def test_a_file_without_a_request_is_named(tmp_path, text) -> None:
     path = tmp_path / "r.jsonl"
     path.write_text(text)
-    with pytest.raises(UsageError, match=r"r.jsonl has no requests: it has no line that is not bl"):
+    with pytest.raises(UsageError, match=r"r.jsonl has no requests: all its lines are bl"):
         draw(DatasetSpec("jsonl", path=path))
 
 

@@ -15,7 +15,7 @@ from pd.bench.load.client_load import ProcessLoad
 from pd.bench.load.exports import bench_details, bench_keys
 from pd.bench.load.goodput import Objectives, count_good
 from pd.bench.load.measure import LoadResult
-from pd.bench.load.measures import summarize
+from pd.bench.load.measures import summarize_records
 from pd.bench.load.processes import Run
 from pd.bench.load.records import Record, read_records, second_token_time, write_records
 from pd.bench.load.results import write_bench_file
@@ -55,7 +55,7 @@ SECOND = record(1.0, after=[0.3, 0.9], tokens=[2, 2], prompt_tokens=80, cached_t
 
 
 def test_latencies_of_records() -> None:
-    found = summarize([FIRST, SECOND, failed(1.5)])
+    found = summarize_records([FIRST, SECOND, failed(1.5)])
     assert found["ttft_ms"]["mean"] == pytest.approx(200)
     assert found["ttft_ms"]["max"] == pytest.approx(300)
     # The second token of SECOND came with its first one.
@@ -70,7 +70,7 @@ def test_latencies_of_records() -> None:
 
 
 def test_throughput_counts_whole_answers_until_the_last_byte() -> None:
-    found = summarize([FIRST, SECOND, failed(1.6)], gpus=2)
+    found = summarize_records([FIRST, SECOND, failed(1.6)], gpus=2)
     assert found["duration_s"] == pytest.approx(2.1)
     assert found["requests_per_s"] == pytest.approx(2 / 2.1, rel=1e-5)
     assert found["output_tokens_per_s"] == pytest.approx(7 / 2.1, rel=1e-5)
@@ -79,21 +79,23 @@ def test_throughput_counts_whole_answers_until_the_last_byte() -> None:
 
 
 def test_percentiles_are_those_of_their_names() -> None:
-    found = summarize([record(after=[n / 1000]) for n in range(1, 1002)])["ttft_ms"]
+    found = summarize_records([record(after=[n / 1000]) for n in range(1, 1002)])["ttft_ms"]
     assert [found[name] for name in ("p50", "p90", "p99", "p99.9")] == pytest.approx(
         [501, 901, 991, 1000]
     )
 
 
 def test_nothing_is_nothing_not_zero() -> None:
-    found = summarize([failed(0.0)])
+    found = summarize_records([failed(0.0)])
     assert found["ttft_ms"] == {"count": 0, **dict.fromkeys(list(found["ttft_ms"])[1:])}
     assert found["cached_share"] is None
     assert found["completed"] == 0
 
 
 def test_stages_are_distributions() -> None:
-    found = summarize([record(after=[0.1], stages={"prefill": s, "queue": 0.0}) for s in (1, 3)])
+    found = summarize_records(
+        [record(after=[0.1], stages={"prefill": s, "queue": 0.0}) for s in (1, 3)]
+    )
     assert found["stages_ms"]["prefill"]["mean"] == pytest.approx(2000)
 
 
@@ -104,8 +106,8 @@ def test_a_long_prompt_has_more_time_than_a_short_one() -> None:
     objectives = Objectives.parse("ttft:1s+40us")
     assert objectives.ttft_limit(30_000) == pytest.approx(2.2)
     slow = {"after": [1.5]}
-    assert objectives.missed(record(**slow, prompt_tokens=30_000)) == []
-    assert objectives.missed(record(**slow, prompt_tokens=100)) == ["ttft"]
+    assert objectives.find_missed(record(**slow, prompt_tokens=30_000)) == []
+    assert objectives.find_missed(record(**slow, prompt_tokens=100)) == ["ttft"]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +124,7 @@ def test_a_long_prompt_has_more_time_than_a_short_one() -> None:
     ],
 )
 def test_objectives_limit_what_they_name(text, missed) -> None:
-    assert Objectives.parse(text).missed(FIRST) == missed
+    assert Objectives.parse(text).find_missed(FIRST) == missed
 
 
 def test_errors_are_not_good_and_clients_that_left_do_not_count() -> None:
@@ -149,7 +151,7 @@ def test_errors_are_not_good_and_clients_that_left_do_not_count() -> None:
 )
 def test_an_objective_is_missed_if_its_time_is_unknown_though_there_was_one(answer, missed) -> None:
     objectives = Objectives.parse("ttft:1s tpot:1s itl:1s e2el:1s")
-    assert objectives.missed(answer) == missed.split()
+    assert objectives.find_missed(answer) == missed.split()
 
 
 @pytest.mark.parametrize("text", ["", "ttft", "ttft:x", "tpot:1+2", "speed:3", "ttft:1h", "itl:-1"])
@@ -184,7 +186,7 @@ def test_the_worst_process_and_the_most_uncertain_clock_count() -> None:
 def test_records_survive_their_file(tmp_path) -> None:
     path = tmp_path / "requests.jsonl"
     write_records(path, [FIRST, SECOND, failed(2.0)])
-    assert summarize(read_records(path)) == summarize([FIRST, SECOND, failed(2.0)])
+    assert summarize_records(read_records(path)) == summarize_records([FIRST, SECOND, failed(2.0)])
     path.write_text('{"session": 1, "speed": 3}\n')
     with pytest.raises(UsageError, match=r"requests.jsonl:1 is no record"):
         read_records(path)
@@ -219,7 +221,7 @@ errors"""
 
 
 def test_the_file_has_the_keys_of_vllm_and_sglang(tmp_path) -> None:
-    path, result = tmp_path / "bench.json", LoadResult(0.0, [FIRST], {}, [], {}, None, {}, {})
+    path, result = tmp_path / "bench.json", LoadResult(0.0, [FIRST], {}, None, {})
     wanted = {*VLLM_KEYS.split(), *SGLANG_KEYS.split(), *SGLANG_OLDER_KEYS.split()}
     write_bench_file(path, result, {}, detailed=False)
     keys = json.loads(path.read_text()).keys()
@@ -272,7 +274,7 @@ def test_aiperfs_files_both_ways(tmp_path) -> None:
     assert first["metrics"]["inter_token_latency"]["value"] == pytest.approx(150)
     start, read = read_aiperf_records(path)
     assert start == pytest.approx(1_700_000_000)
-    there, here = summarize(read), summarize(records)
+    there, here = summarize_records(read), summarize_records(records)
     for name in ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms"):
         assert there[name]["mean"] == pytest.approx(here[name]["mean"], rel=1e-3), name
     assert [r.status for r in read] == ["ok", "ok", "error", "cancelled"]

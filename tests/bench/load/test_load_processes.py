@@ -107,5 +107,5 @@ def test_a_process_that_was_killed_is_named_with_the_signal() -> None:
     ],
 )
 def test_without_a_record_the_error_says_why(run: Run, status: int, message: str) -> None:
-    error: PDError = measure._without_records(run)
+    error: PDError = measure.make_no_records_error(run)
     assert (error.exit_status, error.message) == (status, message)

@@ -84,7 +84,7 @@ def test_a_connection_that_is_closed_before_its_request_is_due_fails_that_reques
         async with serving(answer) as port:
             runner = runner_of(port, request(0, 0.5), request(1, 1.0))
             await runner.run(time.perf_counter())
-            return list(runner.records())
+            return list(runner.make_records())
 
     first, second = asyncio.run(run())
     assert (first.status, first.error_kind) == ("error", "no answer")
@@ -107,7 +107,7 @@ def test_a_later_turn_connects_after_the_time_to_think() -> None:
             turns = Turn([1, 2], 2, 1), Turn([3], 1, 1, think_time=3.0)
             runner = runner_of(port, Session(0, turns))
             await runner.run(time.perf_counter())
-            return list(runner.records())
+            return list(runner.make_records())
 
     first, second = asyncio.run(run())
     assert (first.status, second.status) == ("ok", "ok")
@@ -120,7 +120,7 @@ def test_a_run_ends_while_its_connections_hang() -> None:
         runner = runner_of(port, request(0, 0.0), request(1, 0.1), request(2, 1000.0))
         asyncio.get_running_loop().call_later(0.5, runner.stop)
         await asyncio.wait_for(runner.run(time.perf_counter()), 20)
-        return list(runner.records())
+        return list(runner.make_records())
 
     with deaf_port() as port:
         records = asyncio.run(run(port))
@@ -136,7 +136,7 @@ def test_a_connection_that_hangs_is_an_error_after_a_while(monkeypatch: pytest.M
     async def run(port: int) -> list[Record]:
         runner = runner_of(port, request(0, 0.0), timeout=600.0)
         await asyncio.wait_for(runner.run(time.perf_counter()), 20)
-        return list(runner.records())
+        return list(runner.make_records())
 
     with deaf_port() as port:
         [record] = asyncio.run(run(port))
@@ -165,7 +165,7 @@ def test_a_connection_for_which_the_client_lacks_something_is_no_error_of_the_se
     monkeypatch.setattr(EndpointAddress, "connect", connect)
     runner = runner_of(9, request(0, 0.0))
     asyncio.run(runner.run(time.perf_counter()))
-    [record] = runner.records()
+    [record] = runner.make_records()
     assert (record.status, record.error_kind) == ("error", kind)
     assert os.strerror(number) in (record.error or "")
     record.lag = 0.0  # a machine that other tests keep busy makes every client late
@@ -181,11 +181,11 @@ def test_a_full_disk_ends_the_run_and_costs_the_answers_that_it_did_not_hold(
     class FullSpool(Spool):
         added = 0
 
-        def add(self, pieces: Sequence[Piece]) -> Spooled:
+        def add_pieces(self, pieces: Sequence[Piece]) -> Spooled:
             self.added += 1
             if self.added == 3:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return super().add(pieces)
+            return super().add_pieces(pieces)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -199,7 +199,7 @@ def test_a_full_disk_ends_the_run_and_costs_the_answers_that_it_did_not_hold(
             arrivals = (0.0, 0.2, 0.4, 1000.0)
             runner = runner_of(port, *(request(n, at) for n, at in enumerate(arrivals)))
             await asyncio.wait_for(runner.run(time.perf_counter()), 60)
-            return list(runner.records()), runner.load.facts("p")
+            return list(runner.make_records()), runner.load.describe_process("p")
 
     records, load = asyncio.run(run())
     assert [record.status for record in records] == ["ok", "ok"]

@@ -3,6 +3,7 @@ are in order, faults are named, and whatever ends a run leaves its files."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import pytest
 
 from pd import cli
 from pd.bench.load.endpoints import Options, Sampling
+from pd.bench.load.load_process import local_places
 from pd.bench.load.plan import Plan
 from pd.bench.load.records import Record, read_records
 from pd.bench.load.target import EndpointAddress
@@ -107,18 +109,16 @@ def test_two_processes_share_one_schedule(scripted, tmp_path) -> None:
 
 
 @pytest.mark.full
-def test_load_processes_on_other_hosts_measure_their_clocks(scripted, tmp_path) -> None:
-    command = f"env LOAD_HOST={{host}} {sys.executable} -m pd.bench.load.worker"
-    hosts = ("--load-host", "left", "--load-host", "right", "--remote-command", command)
+def test_load_processes_on_other_hosts_measure_their_clocks(
+    scripted, tmp_path, monkeypatch
+) -> None:
+    places = [
+        dataclasses.replace(place, name=f"{host}/0", shares_clock=False)
+        for host, place in zip(("left", "right"), local_places(2), strict=True)
+    ]
+    monkeypatch.setattr("pd.bench.load.command.local_places", lambda processes: places)
     summary, records = bench(
-        scripted(),
-        tmp_path / "out",
-        "--dataset-name",
-        "random",
-        *SMALL,
-        *hosts,
-        "--num-prompts",
-        "6",
+        scripted(), tmp_path / "out", "--dataset-name", "random", *SMALL, "--num-prompts", "6"
     )
     assert {record.process for record in records} == {"left/0", "right/0"}
     assert 0 < summary["client"]["clock_error_ms"] < 1000
@@ -385,7 +385,7 @@ def test_ctrl_c_writes_what_there_is(scripted, tmp_path) -> None:
         (["--dataset-name", "random", "--trace-window", "9:3"], "--trace-window is START:END"),
         (["--dataset-name", "random", "--ramp-up-end-rps", "3"], "need --ramp-up-strategy"),
         (["--dataset-name", "random", "--output-dir", "/nowhere/x"], "no directory /nowhere"),
-        (["--dataset-name", "random", "--output-dir", "/proc/x"], "be written in /proc: "),
+        (["--dataset-name", "random", "--output-dir", "/proc/x"], "cannot write in /proc: "),
         (["--dataset-name", "random", "--output-dir", __file__], "is a file"),
         (["--dataset-name", "random", "--layout", "split"], "give its file with --cluster"),
         (["--cluster", "x.yaml"], "--cluster needs a run under load: give --dataset-name"),
@@ -446,7 +446,7 @@ def test_a_load_process_whose_harness_has_gone_sends_nothing(scripted, lines) ->
     server = scripted()
     plan = Plan("p", EndpointAddress.parse(server.url, "/v1/completions"), "/v1/completions",
                 Sampling(), Options(), None, 5.0, "bench-x")  # fmt: skip
-    told = [json.dumps({"plan": plan.to_json()}) + "\n"]
+    told = [json.dumps({"plan": dataclasses.asdict(plan)}) + "\n"]
     told.append(json.dumps({"warm_up": Session(0, (Turn([1], 1, 1),)).to_json()}) + "\n")
     done = subprocess.run(
         [sys.executable, "-m", "pd.bench.load.worker"],
@@ -464,5 +464,5 @@ def test_a_load_process_needs_nothing_of_pd_but_its_core() -> None:
     modules = shown.stdout.split()
     ours = {name for name in modules if name.startswith("pd.")}
     assert "pd.bench.load.worker" in ours
-    assert all(name.startswith(("pd.bench", "pd.core")) for name in ours)
+    assert all(name.startswith(("pd.bench", "pd.core", "pd.util")) for name in ours)
     assert not {"torch", "httpx", "numpy"}.intersection(modules)

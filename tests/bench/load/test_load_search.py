@@ -6,13 +6,13 @@ import random
 
 import pytest
 
-from pd.bench.load.search import Found, SearchSettings, highest_rate
+from pd.bench.load.search import SearchResult, SearchSettings, highest_rate
 from pd.core.errors import UsageError
 
 LIMIT = 23.0
 
 
-def search(settings: SearchSettings, noise: float = 0.0, seed: int = 1) -> Found:
+def search(settings: SearchSettings, noise: float = 0.0, seed: int = 1) -> SearchResult:
     rng = random.Random(seed)
 
     def measure(rate: float, repeat: int) -> float:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pd.bench.load import clocks
+from pd.bench.load import stamped
 from pd.bench.load.target import EndpointAddress
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def test_bytes_came_when_they_came_however_late_the_client_reads_them() -> None:
 
     async def ask() -> tuple[float, float]:
         reception = await serve_once(answer).connect()
-        reception.send(b"hello")
+        reception.send_request(b"hello")
         # The loop is blocked while the answer comes, as if the process had no processor.
         assert sent.wait(10)
         arrived_before = time.perf_counter()
@@ -95,7 +95,7 @@ def test_a_request_that_the_socket_cannot_take_at_once_is_sent_whole() -> None:
 
     async def ask() -> bytes:
         reception = await serve_once(answer).connect()
-        reception.send(request)
+        reception.send_request(request)
         await reception.ended
         return b"".join(data for _, data in reception.pieces)
 
@@ -106,7 +106,7 @@ def test_a_request_that_the_socket_cannot_take_at_once_is_sent_whole() -> None:
 def test_a_server_that_hangs_up_ends_the_answer() -> None:
     async def ask() -> list[tuple[float, bytes]]:
         reception = await serve_once(lambda connection: None).connect()
-        reception.send(b"hello")
+        reception.send_request(b"hello")
         await reception.ended
         reception.cut()
         return reception.pieces
@@ -120,7 +120,7 @@ def test_a_request_on_a_connection_that_the_server_closed_before_is_not_answered
     async def ask() -> list[tuple[float, bytes]]:
         reception = await serve_once(lambda connection: None).connect()
         await reception.ended
-        reception.send(b"hello")
+        reception.send_request(b"hello")
         return reception.pieces
 
     assert asyncio.run(ask()) == []
@@ -139,6 +139,6 @@ def test_a_processor_lost_between_two_clocks_does_not_count(
         readings += 1
         return elapsed
 
-    monkeypatch.setattr(clocks.time, "perf_counter", passed)
-    monkeypatch.setattr(clocks.time, "time", lambda: 1e9 + passed())
-    assert clocks.unix_minus_counter() == pytest.approx(1e9, abs=3e-6)
+    monkeypatch.setattr(stamped.time, "perf_counter", passed)
+    monkeypatch.setattr(stamped.time, "time", lambda: 1e9 + passed())
+    assert stamped.unix_minus_counter() == pytest.approx(1e9, abs=3e-6)

@@ -65,7 +65,7 @@ def aiperf() -> str:
     if program is None:
         pytest.skip(
             "AIPerf is not installed: set PD_TEST_AIPERF to its program, or to what "
-            "`sh scripts/aiperf.sh .aiperf` prints, which installs it, as make test-all does"
+            "`sh scripts/peer_environment.sh aiperf .peers` prints, as make test-all does"
         )
     return program
 

@@ -1,1 +1,1 @@
-"""Datasets: what the requests of a run ask, drawn from a seed before anything is sent."""
+"""Datasets: the requests of a run, drawn from a seed before we send anything."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 DEFAULT_COUNT = 1000
 
-# Schemas of `structured` where no file gives others: flat, nested, and with a list.
+# Schemas of `structured` without a file: flat, nested, and with a list.
 SCHEMAS: tuple[dict[str, Any], ...] = (
     {
         "type": "object",
@@ -43,56 +43,56 @@ SCHEMAS: tuple[dict[str, Any], ...] = (
 
 
 def draw_random(spec: DatasetSpec, seed: int) -> Drawn:
-    """Prompts that share nothing."""
+    """Draw unrelated prompts."""
     draw = RandomPrompts(spec, seed)
-    return Drawn([(_turn(spec, draw, []),) for _ in range(_count(spec))])
+    return Drawn([(_draw_turn(spec, draw, []),) for _ in range(_session_count(spec))])
 
 
 def draw_shared_prefix(spec: DatasetSpec, seed: int) -> Drawn:
-    """Prompts that begin with one of a few prefixes; which one is drawn for each."""
+    """Draw prompts that begin with one of a few prefixes."""
     draw = RandomPrompts(spec, seed)
-    prefixes = [draw.ids(spec.prefix_len) for _ in range(spec.num_prefixes)]
-    chosen = draw.rng.integers(0, spec.num_prefixes, _count(spec))
-    return Drawn([(_turn(spec, draw, prefixes[number]),) for number in chosen])
+    prefixes = [draw.draw_ids(spec.prefix_len) for _ in range(spec.num_prefixes)]
+    chosen = draw.rng.integers(0, spec.num_prefixes, _session_count(spec))
+    return Drawn([(_draw_turn(spec, draw, prefixes[number]),) for number in chosen])
 
 
 def draw_multi_turn(spec: DatasetSpec, seed: int) -> Drawn:
-    """Conversations: each turn but the first adds ``turn_len`` tokens after a time to think."""
+    """Draw conversations. Later turns add ``turn_len`` tokens after a time to think."""
     draw = RandomPrompts(spec, seed)
     sessions = []
-    for _ in range(_count(spec)):
-        turns = [_turn(spec, draw, [])]
+    for _ in range(_session_count(spec)):
+        turns = [_draw_turn(spec, draw, [])]
         for _ in range(spec.turns - 1):
-            ids = draw.ids(draw.length(spec.turn_len))
-            num_out = draw.length(spec.output_len)
+            ids = draw.draw_ids(draw.draw_length(spec.turn_len))
+            num_out = draw.draw_length(spec.output_len)
             think_time = float(draw.rng.exponential(spec.think_time)) if spec.think_time else 0.0
-            turns.append(Turn(draw.prompt(ids), len(ids), num_out, think_time))
+            turns.append(Turn(draw.to_prompt(ids), len(ids), num_out, think_time))
         sessions.append(tuple(turns))
     return Drawn(sessions)
 
 
 def draw_structured(spec: DatasetSpec, seed: int) -> Drawn:
-    """Random prompts, each with a JSON schema that the answer has to follow."""
+    """Draw random prompts, each with a JSON schema for the answer."""
     schemas = SCHEMAS if spec.path is None else read_schemas(spec.path)
     draw = RandomPrompts(spec, seed)
-    chosen = draw.rng.integers(0, len(schemas), _count(spec))
-    return Drawn([(_turn(spec, draw, [], schemas[n]),) for n in chosen])
+    chosen = draw.rng.integers(0, len(schemas), _session_count(spec))
+    return Drawn([(_draw_turn(spec, draw, [], schemas[n]),) for n in chosen])
 
 
 def read_schemas(path: Path) -> tuple[dict[str, Any], ...]:
-    """A schema a line. Raises UsageError for a line that is none."""
+    """Read one schema per line. Raises UsageError for an invalid line."""
     schemas = tuple(row for _, row in read_rows(path))
     if not schemas:
-        raise UsageError(f"{path} has no schema; write one a line")
+        raise UsageError(f"{path} has no schema; write one per line")
     return schemas
 
 
-def _count(spec: DatasetSpec) -> int:
+def _session_count(spec: DatasetSpec) -> int:
     return DEFAULT_COUNT if spec.count is None else spec.count
 
 
-def _turn(
+def _draw_turn(
     spec: DatasetSpec, draw: RandomPrompts, prefix: list[int], schema: dict[str, Any] | None = None
 ) -> Turn:
-    ids = prefix + draw.ids(draw.length(spec.input_len))
-    return Turn(draw.prompt(ids), len(ids), draw.length(spec.output_len), schema=schema)
+    ids = prefix + draw.draw_ids(draw.draw_length(spec.input_len))
+    return Turn(draw.to_prompt(ids), len(ids), draw.draw_length(spec.output_len), schema=schema)

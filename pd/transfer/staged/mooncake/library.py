@@ -1,19 +1,19 @@
-"""Mooncake's transfer engine, loaded, watched at its ports and never destroyed.
+"""Mooncake's transfer engine: we load it, guard its ports, and never destroy it while it is of use.
 
-The library's behaviour, and what this module does about it:
+The library's behaviour, and our answer to it:
 
 - It listens on all addresses, and every connection may read and write registered memory
-  (``tests/security/test_mooncake_listener.py``). Its sockets get a packet filter before anything is
-  registered: only admitted addresses get through.
-- Bytes that a dead writer left in a connection land later. Its connections are shut down when a
+  (``tests/security/test_mooncake_listener.py``). We give its sockets a packet filter before
+  registering anything, so only admitted addresses get through.
+- Bytes that a dead writer left in a connection land later. So we shut its connections down when a
   link ends (``tests/transfer/test_transfer_mooncake_library.py``). It offers no call for either, so
-  this module finds its sockets among the process's descriptors.
-- One peer that does not answer the first request for its description stops the whole engine. So
-  P has an engine for each peer.
-- It remembers that description for good by ``host:port``, and keeps connections that have ended
-  until they are used. An engine meets each ``host:port`` only once.
-- Ending an engine takes up to a second with Python's global lock held. Engines are kept for the
-  next link instead.
+  we look for its sockets among the process's descriptors.
+- One peer that does not answer the first request for its description stops the whole engine. So P
+  has an engine for each peer.
+- It remembers that description by ``host:port`` for good, and keeps dead connections until it uses
+  them. So an engine meets each ``host:port`` only once.
+- Ending an engine takes up to a second and holds Python's global lock. So we keep engines for the
+  next link.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from pd.core.errors import SetupError
-from pd.core.starvation import CEILING_SECONDS, Patience
+from pd.util.starvation import CEILING_SECONDS, Patience
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# The first that acknowledges a tcp write when it is in the receiver's memory.
+# The first version that acknowledges a tcp write only when it is in the receiver's memory.
 _OLDEST = (0, 3, 13)
 _PACKAGES = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine-cuda13")
 _INSTALL = (
     "pip install mooncake-transfer-engine-non-cuda (on GPU machines "
     "mooncake-transfer-engine-cuda13) and Debian's libibverbs1 and librdmacm1"
 )
-# Environment of the library. Variables that the operator set keep their values.
+# Environment of the library. Variables set by the operator keep their values.
 DEFAULTS = {
     "MC_LOG_LEVEL": "ERROR",
-    # Seconds without progress after which a write fails. The library does not know that a peer gets
-    # no CPU; the link, which does, ends before that.
+    # Seconds without progress before a write fails. The library does not notice that a peer gets no
+    # CPU time. The link does, so it ends before that.
     "MC_TCP_PROGRESS_TIMEOUT_SEC": f"{CEILING_SECONDS:g}",
     "MC_TCP_SLICE_SIZE": "1048576",
 }
@@ -54,20 +54,21 @@ DEFAULTS = {
 _ATTACH_FILTER = 26
 _OPEN_PORTS = "PD_MOONCAKE_OPEN_PORTS"
 _MAX_ADMITTED = 200
-# D takes turns among so many engines, so that P, which meets each only once, needs few.
+# D takes turns among so many engines. P meets each only once, so it needs few.
 _TURNS = 6
 _MAX_IDLE = 64
-# An engine keeps four dead connections to each that it has met.
+# An engine keeps four dead connections to each engine it has met.
 _MAX_MET = 32
-# Values that the batch interface returns for an error.
+# Error values of the batch interface.
 _NO_BATCH = (0, -1, (1 << 64) - 1)
 
 
 def load_library() -> type[Any]:
-    """``TransferEngine`` of the library. Fast, and imports no torch.
+    """Return ``TransferEngine`` of the library. Fast, and imports no torch.
 
     Raises:
-        SetupError: what is missing, too old or set wrongly, and what to do.
+        SetupError: the library is missing, too old or badly configured. The message says what to
+            do.
     """
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
@@ -78,7 +79,7 @@ def load_library() -> type[Any]:
     except ImportError as error:
         raise SetupError(f"mooncake cannot be loaded ({error}): {_INSTALL}") from error
     found = library_version()
-    if _numbers(found) < _OLDEST:
+    if _parse_version(found) < _OLDEST:
         oldest = ".".join(map(str, _OLDEST))
         raise SetupError(f"mooncake {found or '(unknown version)'} is older than {oldest}; upgrade")
     # The package has no annotations.
@@ -86,21 +87,21 @@ def load_library() -> type[Any]:
 
 
 def library_version() -> str:
-    """Version of the installed package; empty if there is none."""
+    """Return the version of the installed package; empty if there is none."""
     for name in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             return metadata.version(name)
-    # NOTE: this reads what every installed package contains, which takes a third of a second.
+    # NOTE: this reads the contents of every installed package, which takes a third of a second.
     others = metadata.packages_distributions().get("mooncake", ())
     return metadata.version(others[0]) if others else ""
 
 
 def is_supported(version: str) -> bool:
     """Whether a peer's library reports a write only when it has arrived."""
-    return _numbers(version) >= _OLDEST
+    return _parse_version(version) >= _OLDEST
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def _parse_version(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
 
 
@@ -109,7 +110,7 @@ class MooncakeEngine:
 
     Attributes:
         name: ``host:port`` by which peers find it.
-        protocol: what the library chose: ``rdma`` if it found a device (and ``MC_FORCE_TCP`` is not
+        protocol: the library's choice: ``rdma`` if it found a device (and ``MC_FORCE_TCP`` is not
             set), else ``tcp``.
 
     Raises:
@@ -118,7 +119,7 @@ class MooncakeEngine:
 
     def __init__(self, host: str) -> None:
         self._library = load_library()()
-        # Otherwise Python would end each engine when the process exits, which takes a second.
+        # Otherwise Python would end each engine at the exit of the process, which takes a second.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._library))
         before = {number for number, _ in _wildcard_listeners()}
         if self._library.initialize(host, "P2PHANDSHAKE", "tcp", ""):
@@ -132,91 +133,98 @@ class MooncakeEngine:
         self.name = f"{host}:{port}"
         # Over rdma the library has only one port, for descriptions.
         self.protocol = "tcp" if len(self._ports) > 1 else "rdma"
-        # Names of engines to which this one has written.
+        # Names of engines that this one has written to.
         self.met: set[str] = set()
-        self.admit(())
+        self.admit_only(())
 
-    def admit(self, addresses: tuple[str, ...]) -> None:
-        """Let only these IPv4 addresses connect; connections from others are cut."""
-        code = _only_from(addresses)
+    def admit_only(self, addresses: tuple[str, ...]) -> None:
+        """Let only these IPv4 addresses connect, and cut connections from others."""
+        code = _make_filter(addresses)
         for number in self._listeners:
-            with _borrowed(number) as sock:
-                _attach(sock, code)
-        for sock in self._accepted():
+            with _borrow_socket(number) as sock:
+                _attach_filter(sock, code)
+        for sock in self._find_connections():
             with contextlib.suppress(OSError):
                 if sock.getpeername()[0].removeprefix("::ffff:") not in addresses:
                     sock.shutdown(socket.SHUT_RDWR)
 
-    def register(self, address: int, num_bytes: int) -> None:
+    def register_memory(self, address: int, num_bytes: int) -> None:
         """Let admitted peers write to this memory. Raises SetupError."""
         if status := self._library.register_memory(address, num_bytes):
             raise SetupError(f"mooncake cannot register {num_bytes} bytes: {status}")
 
-    def unregister(self, address: int) -> None:
-        """Refuse new writes to this memory. Over tcp one that has begun goes on
-        (:meth:`hang_up`)."""
+    def unregister_memory(self, address: int) -> None:
+        """Refuse new writes to this memory. Over tcp, others continue; see :meth:`hang_up`."""
         self._library.unregister_memory(address)
 
     def hang_up(self, seconds: float) -> bool:
-        """Admit nobody and wait until the library has closed every connection to this engine, for
-        at most ``seconds`` besides the time in which this process got no CPU.
+        """Admit nobody, and wait until the library has closed every connection to this engine.
 
-        True if so: nothing is written any more to memory that was unregistered before. The library
-        looks at the address of a write once, before its bytes; so a write that goes on belongs to a
-        connection that was here when ``unregister`` returned, and ends with it."""
-        self.admit(())
+        Args:
+            seconds: limit of the wait, extended by the time in which this process got no CPU.
+
+        Returns:
+            True if so. Then nothing writes to memory that you unregistered before. The library
+            checks the address of a write once, before its bytes. So a write under way belongs to a
+            connection that existed when ``unregister_memory`` returned, and it ends with the
+            connection.
+        """
+        self.admit_only(())
         since, patience = time.monotonic(), Patience()
-        while any(True for _ in self._accepted()):
+        while any(True for _ in self._find_connections()):
             if patience.is_over(since, seconds):
                 return False
             time.sleep(0.002)
         return True
 
     def destroy(self) -> None:
-        """End the engine, at the cost that the module's docstring gives."""
+        """End the engine. See the module's docstring for the cost."""
         ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._library))
         del self._library
 
-    def _accepted(self) -> Iterator[socket.socket]:
-        """Duplicates of the connections to this engine, each open until the next is asked for."""
-        for _, sock, port in _sockets():
-            if port in self._ports and not _listens(sock):
+    def _find_connections(self) -> Iterator[socket.socket]:
+        """Yield duplicates of the connections to this engine. Each is open until the next step."""
+        for _, sock, port in _find_sockets():
+            if port in self._ports and not _is_listening(sock):
                 yield sock
 
-    def submit(self, target: str, source: int, destination: int, num_bytes: int) -> int:
-        """Start a write to the engine named ``target``; returns its number, 0 if it failed.
+    def submit_write(self, target: str, source: int, destination: int, num_bytes: int) -> int:
+        """Start a write to the engine named ``target``. Return its number, or 0 if it failed.
 
-        The first for a target asks it for its description and waits for the answer (5 s if nobody
-        answers, 60 s if the process is stopped), and so do all other calls of this engine
-        meanwhile. Later ones do not wait.
+        The first write to a target asks it for its description and waits for the answer. That takes
+        5 s if nobody answers, or 60 s if the process is stopped, and all other calls of this engine
+        wait meanwhile. Later writes do not wait.
         """
         batch: int = self._library.transfer_submit_write(target, source, destination, num_bytes)
         return 0 if batch in _NO_BATCH else batch
 
-    def poll(self, batch: int) -> bool | None:
-        """True if the write arrived; False if it failed, when bytes in the kernel's buffers may
-        still arrive; None if neither is known yet. Not to be called again after an answer."""
+    def poll_write(self, batch: int) -> bool | None:
+        """Return whether a write arrived, or None if it is still under way.
+
+        After False, bytes in the kernel's buffers may still arrive. Do not call this again after an
+        answer.
+        """
         if not batch:
             return False
         status: int = self._library.transfer_check_status(batch)
         return None if status == 0 else status > 0
 
-    def result(self, batch: int, pause: float) -> bool:
-        """Call :meth:`poll` every ``pause`` seconds until it answers."""
-        while (arrived := self.poll(batch)) is None:
+    def wait_for_write(self, batch: int, pause: float) -> bool:
+        """Call :meth:`poll_write` every ``pause`` seconds until it answers."""
+        while (arrived := self.poll_write(batch)) is None:
             time.sleep(pause)
         return arrived
 
 
 class EnginePool:
-    """Engines of this process that no link uses, kept for the next one."""
+    """Engines of this process without a link, kept for the next one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._idle: list[tuple[str, MooncakeEngine]] = []
 
-    def take(self, host: str, target: str = "") -> MooncakeEngine:
-        """An engine that admits nobody, registers nothing and has not met ``target``, if one is
+    def take_engine(self, host: str, target: str = "") -> MooncakeEngine:
+        """Return an engine that admits nobody, registers nothing and has not met ``target``, if
         given. Raises SetupError."""
         with self._lock:
             fit = [x for x in self._idle if x[0] == host and target not in x[1].met]
@@ -224,7 +232,8 @@ class EnginePool:
                 self._idle.remove(fit[0])
                 engine = fit[0][1]
             else:
-                # With the lock held: sockets of two that start at once could not be told apart.
+                # We keep the lock, because we could not distinguish the sockets of two engines that
+                # start at once.
                 engine = MooncakeEngine(host)
         if target:
             engine.met.add(target)
@@ -232,7 +241,7 @@ class EnginePool:
 
     def give_back(self, host: str, engine: MooncakeEngine) -> None:
         """Keep an engine that registers nothing and has no write under way."""
-        engine.admit(())
+        engine.admit_only(())
         worn = engine
         with self._lock:
             if len(engine.met) < _MAX_MET:
@@ -240,7 +249,7 @@ class EnginePool:
                 if len(self._idle) <= _MAX_IDLE:
                     return
                 worn = self._idle.pop(0)[1]
-        # Rare, so it may hold up the process for a second.
+        # This is rare, so it may hold up the process for a second.
         worn.destroy()
 
 
@@ -250,8 +259,8 @@ ENGINES = EnginePool()
 # ---- sockets of the library
 
 
-def _only_from(addresses: tuple[str, ...]) -> list[tuple[int, int, int, int]]:
-    """A packet filter (classic BPF) that lets IPv4 packets from ``addresses`` pass."""
+def _make_filter(addresses: tuple[str, ...]) -> list[tuple[int, int, int, int]]:
+    """Make a packet filter (classic BPF) that passes IPv4 packets from ``addresses``."""
     if len(addresses) > _MAX_ADMITTED:
         raise SetupError(f"mooncake cannot admit more than {_MAX_ADMITTED} hosts")
     network_header = (1 << 32) - 0x100000
@@ -268,7 +277,7 @@ def _only_from(addresses: tuple[str, ...]) -> list[tuple[int, int, int, int]]:
     return code
 
 
-def _attach(sock: socket.socket, code: list[tuple[int, int, int, int]]) -> None:
+def _attach_filter(sock: socket.socket, code: list[tuple[int, int, int, int]]) -> None:
     program = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in code))
     try:
         sock.setsockopt(
@@ -287,37 +296,37 @@ def _attach(sock: socket.socket, code: list[tuple[int, int, int, int]]) -> None:
 
 
 def _wildcard_listeners() -> list[tuple[int, int]]:
-    """File descriptors and ports of this process's sockets that listen on all addresses."""
+    """List descriptors and ports of this process's sockets that listen on all addresses."""
     return [
         (number, port)
-        for number, sock, port in _sockets()
-        if _listens(sock) and sock.getsockname()[0] in ("::", "0.0.0.0")
+        for number, sock, port in _find_sockets()
+        if _is_listening(sock) and sock.getsockname()[0] in ("::", "0.0.0.0")
     ]
 
 
-def _listens(sock: socket.socket) -> bool:
+def _is_listening(sock: socket.socket) -> bool:
     return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
-def _sockets() -> Iterator[tuple[int, socket.socket, int]]:
-    """Yield descriptor, duplicate and port of each TCP socket of this process. The duplicate
-    is open until the next step.
+def _find_sockets() -> Iterator[tuple[int, socket.socket, int]]:
+    """Yield descriptor, duplicate and port of each TCP socket of this process. The duplicate is
+    open until the next step.
 
-    Other threads open and close descriptors meanwhile, so the duplicate is looked at.
+    We look at the duplicate, because other threads open and close descriptors meanwhile.
     """
     for entry in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if not os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
                 continue
-            with _borrowed(int(entry)) as sock:
+            with _borrow_socket(int(entry)) as sock:
                 inet = sock.family in (socket.AF_INET, socket.AF_INET6)
                 if inet and sock.type == socket.SOCK_STREAM:
                     yield int(entry), sock, sock.getsockname()[1]
 
 
 @contextlib.contextmanager
-def _borrowed(number: int) -> Iterator[socket.socket]:
-    """A duplicate of a socket that stays open."""
+def _borrow_socket(number: int) -> Iterator[socket.socket]:
+    """Duplicate a socket that stays open."""
     sock = socket.socket(fileno=os.dup(number))
     try:
         yield sock

@@ -1,36 +1,36 @@
 """KV over Mooncake's transfer engine: over tcp, or over rdma where the library finds a device.
 
-Buffers, channel and guarantees are those of :mod:`pd.transfer.staged.manager`. Here they rest on
-these facts:
+Buffers, channel and guarantees are those of :mod:`pd.transfer.staged.manager`. Here they hold
+because of these facts:
 
-- A write over tcp is reported complete when D's library acknowledged that all bytes are in the
-  buffer (since version 0.3.13; older ones and ``MC_TCP_PROTO=1`` are refused). Over rdma it is the
-  device's completion.
-- A write that failed may still land over tcp, also when P is dead: what P's kernel was given goes
-  on for as long as the connection lives (10 MB arrived 15 s after an error, when a cut link came
-  back). P cannot take it back, so its report of a failure, its channel's end and even its death
-  prove less here than elsewhere, and D makes them true. Each link has an engine of its own on D.
-  When the link is over, D unregisters the buffers, so that no further write begins, and hangs up.
-  The library writes only bytes that it reads from a connection of that engine, so nothing can land
-  once the last of them is closed. Over rdma unregistering itself is the end of all writes. Buffers
-  whose connections cannot be closed are never used again.
-- Nothing is written anew after a failure: the library tries to connect again only for writes that
-  have not been reported failed.
-- P's buffers are not read any more once a write is reported, as failed or complete. A write without
-  any progress for ``MC_TCP_PROGRESS_TIMEOUT_SEC`` (30 s unless set) fails, so a stopped or
-  unreachable peer holds P's buffers no longer. Its link, which a busy machine cannot mislead, is
-  given up after 5 s.
+- Over tcp, the library reports a write as complete when D's library acknowledged that all bytes are
+  in the buffer (since version 0.3.13; we refuse older ones and ``MC_TCP_PROTO=1``). Over rdma it
+  reports the device's completion.
+- Over tcp a failed write may still land, even if P is dead, because bytes given to P's kernel
+  continue as long as the connection lives (10 MB arrived 15 s after an error, when a cut link came
+  back). P cannot take them back. So its report of a failure, its channel's end and even its death
+  prove less here than elsewhere, and D makes them true. Each link has its own engine on D. When the
+  link is over, D unregisters the buffers, so that no further write begins, and hangs up. The
+  library writes only bytes that it reads from a connection of that engine, so nothing can land once
+  the last of them is closed. Over rdma unregistering already ends all writes. We never reuse
+  buffers whose connections cannot be closed.
+- Nothing is written anew after a failure, because the library reconnects only for writes not
+  reported as failed.
+- Nothing reads P's buffers after the report of a write, failed or complete. A write without
+  progress for ``MC_TCP_PROGRESS_TIMEOUT_SEC`` (30 s by default) fails, so a stopped or unreachable
+  peer holds P's buffers no longer. We give its link up after 5 s; a busy machine cannot mislead us
+  about that.
 
 Ports: each engine listens on two ports of 15000 to 17000 on all addresses, whatever ``--host`` is,
 and the library authenticates nobody (``tests/security/test_mooncake_listener.py``). A packet filter
-lets nobody in to P's engines, and to D's only the address from which the link's authenticated
-channel comes, while the link is up. Every process at that address can read and write the buffers of
-that link, not the pool. Data is not encrypted. IPv4 only.
+lets nobody in to P's engines. To D's engines it admits only the source address of the link's
+authenticated channel, while the link is up. Every process at that address can read and write the
+buffers of that link, but not the pool. Data is not encrypted. IPv4 only.
 
-Staging is always in host memory, pinned where the pool is in CUDA memory.
+Staging is always in host memory, pinned if the pool is in CUDA memory.
 
-Not tested, for want of a device: rdma. Both ends must have chosen the same, or the link is refused;
-``MC_FORCE_TCP=1`` makes a node with a device use tcp.
+We could not test rdma for want of a device. Both ends must have chosen the same protocol, or we
+refuse the link. ``MC_FORCE_TCP=1`` makes a node with a device use tcp.
 """
 
 from __future__ import annotations
@@ -57,23 +57,23 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pd.core.starvation import Patience
-    from pd.transfer.base import KVBuffer
+    from pd.transfer.kv_buffer import KVBuffer
+    from pd.util.starvation import Patience
 
 logger = logging.getLogger(__name__)
 
-# What is gathered is still in the cache when the library sends it. For pools on a GPU, buffers of
+# Gathered bytes are still in the cache when the library sends them. For pools on a GPU, buffers of
 # 4 MiB are no better.
 DEFAULT_BUFFERS, DEFAULT_BUFFER_BYTES = 8, 2 << 20
 _HANG_UP_SECONDS = 2.0
 _POLL_SECONDS = 200e-6
 _STALL_SECONDS = 5.0
-# Buffers in which something may land until the process ends.
+# Buffers in which bytes may land until the process ends.
 _LOST: list[object] = []
 
 
 class MooncakeManager(StagedManager):
-    """Staged manager over Mooncake; arguments as for :class:`StagedManager`.
+    """Staged manager over Mooncake, with the arguments of :class:`StagedManager`.
 
     Raises:
         SetupError: the library is missing, cannot listen, or the address is not IPv4.
@@ -138,17 +138,17 @@ class MooncakeMover(Mover):
             raise SetupError(f"mooncake works over IPv4, not at {host}; use another backend")
         load_library()
         logger.warning(
-            "mooncake opens two ports between 15000 and 17000 on all addresses for each link, and "
-            "asks nobody for the cluster key: whoever sends from the host of a connected prefill "
-            "node can read and write that link's staging buffers, not the pool; nobody else is let "
-            "in (docs/transfer-backends.md)"
+            "mooncake listens on two unauthenticated ports between 15000 and 17000 on all "
+            "addresses for each link: every process on the host of a connected prefill node can "
+            "read and write that link's staging buffers, but not the pool; nobody else gets in "
+            "(docs/transfer-backends.md)"
         )
         self._host = host
 
-    def target(self, buffers: torch.Tensor, peer: str, origin: str) -> Target:
-        return _Target(self._engine(), self._host, buffers, origin)
+    def make_target(self, buffers: torch.Tensor, peer: str, origin: str) -> Target:
+        return _Target(self._take_engine(), self._host, buffers, origin)
 
-    def path(
+    def make_path(
         self, buffers: torch.Tensor, description: bytes, peer: str, wake: Callable[[], None]
     ) -> Path:
         try:
@@ -161,7 +161,7 @@ class MooncakeMover(Mover):
             raise MoverError(f"bad name of a mooncake engine: {there.engine!r}", lasting=True)
         if not is_supported(there.version):
             raise MoverError(f"mooncake {there.version} there is too old; upgrade it", lasting=True)
-        engine = self._engine(there.engine)
+        engine = self._take_engine(there.engine)
         try:
             if engine.protocol != there.protocol:
                 raise MoverError(
@@ -174,9 +174,9 @@ class MooncakeMover(Mover):
             ENGINES.give_back(self._host, engine)
             raise
 
-    def _engine(self, target: str = "") -> MooncakeEngine:
+    def _take_engine(self, target: str = "") -> MooncakeEngine:
         try:
-            return ENGINES.take(self._host, target)
+            return ENGINES.take_engine(self._host, target)
         except SetupError as error:
             raise MoverError(str(error)) from error
 
@@ -189,8 +189,8 @@ class _Target(Target):
     ) -> None:
         self._engine, self._host, self._buffers = engine, host, buffers
         try:
-            engine.admit((origin.removeprefix("::ffff:"),))
-            engine.register(buffers.data_ptr(), buffers.numel())
+            engine.admit_only((origin.removeprefix("::ffff:"),))
+            engine.register_memory(buffers.data_ptr(), buffers.numel())
         except (SetupError, ValueError) as error:
             ENGINES.give_back(host, engine)
             raise MoverError(f"{origin} cannot be let in: {error}") from error
@@ -205,7 +205,7 @@ class _Target(Target):
         )
 
     def close(self) -> None:
-        self._engine.unregister(self._buffers.data_ptr())
+        self._engine.unregister_memory(self._buffers.data_ptr())
         if self._engine.hang_up(_HANG_UP_SECONDS):
             ENGINES.give_back(self._host, self._engine)
         else:
@@ -228,27 +228,27 @@ class _Path(Path):
         self._engine, self._host, self._buffers, self._there = engine, host, buffers, there
         self._flying: dict[int, int] = {}
         try:
-            engine.register(buffers.data_ptr(), buffers.numel())
+            engine.register_memory(buffers.data_ptr(), buffers.numel())
         except SetupError as error:
             raise MoverError(str(error)) from error
-        # The first write may have to wait for the peer; those of the link thread must not.
-        self.write(0, 0, 1)
-        if not engine.result(self._flying.pop(0), pause=1e-3):
-            engine.unregister(buffers.data_ptr())
+        # The first write may have to wait for the peer, but writes of the link thread must not.
+        self.begin_write(0, 0, 1)
+        if not engine.wait_for_write(self._flying.pop(0), pause=1e-3):
+            engine.unregister_memory(buffers.data_ptr())
             raise MoverError(
                 f"mooncake at {there.engine} does not answer; do its ports (15000 to 17000) pass "
                 f"the firewall?"
             )
 
-    def write(self, source: int, target: int, num_bytes: int) -> None:
+    def begin_write(self, source: int, target: int, num_bytes: int) -> None:
         size = self._buffers.shape[1]
         here, there = self._buffers.data_ptr() + source * size, self._there.buffers + target * size
-        self._flying[target] = self._engine.submit(self._there.engine, here, there, num_bytes)
+        self._flying[target] = self._engine.submit_write(self._there.engine, here, there, num_bytes)
 
     def poll(self) -> list[Written]:
         over = []
         for target, batch in list(self._flying.items()):
-            arrived = self._engine.poll(batch)
+            arrived = self._engine.poll_write(batch)
             if arrived is not None:
                 del self._flying[target]
                 error = "" if arrived else f"mooncake failed to write to {self._there.engine}"
@@ -256,5 +256,5 @@ class _Path(Path):
         return over
 
     def close(self) -> None:
-        self._engine.unregister(self._buffers.data_ptr())
+        self._engine.unregister_memory(self._buffers.data_ptr())
         ENGINES.give_back(self._host, self._engine)

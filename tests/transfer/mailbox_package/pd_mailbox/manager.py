@@ -29,16 +29,15 @@ import numpy as np
 from pd.core.errors import TransferError
 from pd.transfer.base import Receiver, Sender, TransferManager, TransferState
 from pd.transfer.pool_memory import PoolMemory
-from pd.transfer.pool_shape import MissingTokens, missing_tokens, wanted_tokens
-from pd.transfer.ranges import check_pages, checked_blocks
 
 if TYPE_CHECKING:
     from pd.core.errors import PDError
     from pd.core.messages import Reservation
     from pd.core.node_info import NodeInfo
-    from pd.core.starvation import Patience
-    from pd.transfer.base import IntArray, KVBuffer
+    from pd.transfer.kv_buffer import IntArray, KVBuffer
+    from pd.transfer.pool_shape import MissingTokens
     from pd.transfer.ranges import Block
+    from pd.util.starvation import Patience
 
 # Token start and stop, layer start and stop of a block of one plane; its bytes follow as PoolMemory
 # reads them.
@@ -60,8 +59,8 @@ class MailboxManager(TransferManager):
         cluster_key: bytes | None,
         patience: Patience,
     ) -> None:
-        self.patience = patience
         self._memory = PoolMemory(pool)
+        super().__init__(self._memory.shape, patience)
         self._directory = Path(tempfile.mkdtemp(prefix="pd-mailbox-", dir="/dev/shm"))
         self._lock = threading.Lock()
         self._peers: dict[str, Path] = {}
@@ -84,26 +83,18 @@ class MailboxManager(TransferManager):
         for end in ends:
             end.fail(TransferError(f"{instance_id} was disconnected"))
 
-    def sender(
-        self, peer: str, reservation: Reservation, pages: IntArray, num_tokens: int
+    def open_sender(
+        self, peer: str, reservation: Reservation, pages: IntArray, tokens: MissingTokens
     ) -> Sender:
-        tokens = wanted_tokens(self._memory.shape, reservation, num_tokens)
         prefix = _prefix(reservation.room, reservation.epoch)
-        sender = MailboxSender(self._memory, self._of(peer) / prefix, pages, tokens)
+        sender = MailboxSender(self._memory, self._get_directory(peer) / prefix, pages, tokens)
         self._remember(peer, sender)
         return sender
 
-    def receiver(
-        self,
-        peer: str,
-        room: bytes,
-        epoch: int,
-        pages: IntArray,
-        cached: tuple[int, ...],
-        num_tokens: int,
+    def open_receiver(
+        self, peer: str, room: bytes, epoch: int, pages: IntArray, tokens: MissingTokens
     ) -> Receiver:
-        self._of(peer)
-        tokens = missing_tokens(self._memory.shape, cached, num_tokens)
+        self._get_directory(peer)
         prefix = _prefix(room, epoch)
         receiver = MailboxReceiver(self._memory, self._directory / prefix, pages, tokens)
         self._remember(peer, receiver)
@@ -114,7 +105,7 @@ class MailboxManager(TransferManager):
             self.disconnect(peer)
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _of(self, peer: str) -> Path:
+    def _get_directory(self, peer: str) -> Path:
         with self._lock:
             if peer not in self._peers:
                 raise TransferError(f"{peer} is not connected")
@@ -136,8 +127,6 @@ class MailboxSender(Sender):
     def __init__(
         self, memory: PoolMemory, prefix: Path, pages: IntArray, tokens: MissingTokens
     ) -> None:
-        shape = memory.shape
-        check_pages(pages, shape.page_size, shape.num_slots, tokens.start, tokens.stop)
         self.error: PDError | None = None
         self._memory, self._prefix = memory, prefix
         self._pages, self._tokens = pages.copy(), tokens
@@ -150,12 +139,12 @@ class MailboxSender(Sender):
 
     def send(self, token_start: int, token_stop: int, layer_start: int, layer_stop: int) -> None:
         ends = (token_start, token_stop, layer_start, layer_stop)
-        for block in checked_blocks(self._memory.shape, self._tokens, *ends):
+        for block in self._memory.shape.make_blocks(self._tokens, *ends):
             if self._state is TransferState.ACTIVE:
                 self._write(block)
 
     def _write(self, block: Block) -> None:
-        data = self._memory.read(self._pages, block)
+        data = self._memory.read_block(self._pages, block)
         ends = (block.token_start, block.token_stop, block.layer_start, block.layer_stop)
         file = self._prefix.with_name(f"{self._prefix.name}-{self._num_files}")
         try:
@@ -194,12 +183,10 @@ class MailboxReceiver(Receiver):
     def __init__(
         self, memory: PoolMemory, prefix: Path, pages: IntArray, tokens: MissingTokens
     ) -> None:
-        shape = memory.shape
-        check_pages(pages, shape.page_size, shape.num_slots, tokens.start, tokens.stop)
         self.error: PDError | None = None
         self._memory, self._prefix = memory, prefix
         self._pages, self._tokens = pages.copy(), tokens
-        self._expected = shape.missing_bytes(tokens)
+        self._expected = memory.shape.missing_bytes(tokens)
         self._state = TransferState.ACTIVE
         self._received = 0
         self._committed = False
@@ -232,12 +219,12 @@ class MailboxReceiver(Receiver):
         content = file.read_bytes()
         file.unlink()
         ends = _HEADER.unpack_from(content)
-        (block,) = checked_blocks(self._memory.shape, self._tokens, *ends)
+        (block,) = self._memory.shape.make_blocks(self._tokens, *ends)
         tokens = np.arange(block.token_start, block.token_stop, dtype=np.int32)
         page_size = self._memory.shape.page_size
         slots = self._pages[tokens // page_size] * page_size + tokens % page_size
         data = content[_HEADER.size :]
-        self._memory.write(slots, block, data)
+        self._memory.write_block(slots, block, data)
         self._received += len(data)
 
     def abort(self) -> None:
@@ -252,5 +239,5 @@ class MailboxReceiver(Receiver):
     def drained(self) -> bool:
         return self._state is not TransferState.ACTIVE
 
-    def peer_drained(self) -> None:
+    def on_peer_drained(self) -> None:
         """Nothing to do: only this object writes its pages."""

@@ -1,0 +1,145 @@
+"""Reads a model's configuration from its ``config.json``.
+
+We accept the spellings of transformers 4 (``rope_theta``, ``rope_scaling``, ``torch_dtype``) and 5
+(``rope_parameters``, ``dtype``). A setting that changes results is either represented in
+:class:`pd.models.config.ModelConfig` or refused by :mod:`pd.models.refusals`. Importing this does
+not import torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pd.core.errors import UsageError
+from pd.models.checkpoint import find_checkpoint
+from pd.models.checkpoint_tokenizer import NO_TOKENIZER, TokenizerFiles, read_tokenizer
+from pd.models.config import ModelConfig, RopeConfig
+from pd.models.endings import find_endings
+from pd.models.refusals import ROPE_TYPES, check_supported, get_rope_type
+from pd.models.registry import find_architecture, find_model_type
+from pd.models.settings import (
+    get_mapping,
+    get_number,
+    get_positive_int,
+    get_positive_int_or,
+    read_json,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pd.models.settings import Settings
+
+_ORIGINAL_CONTEXT = "original_max_position_embeddings"
+
+
+def read_model_config(path: str | Path) -> ModelConfig:
+    """Read a Hugging Face model directory (or the id of a model in the local cache).
+
+    Raises:
+        UsageError: the directory does not exist, or its config.json is unreadable.
+        UnsupportedModelError: a setting that changes results is not implemented.
+    """
+    directory = find_checkpoint(path)
+    raw = read_json(directory / "config.json")
+    path = directory / "generation_config.json"
+    generation = read_json(path) if path.exists() else {}
+    try:
+        return parse_model_config(raw, generation, read_tokenizer(directory))
+    except (TypeError, ValueError, KeyError) as error:
+        raise UsageError(f"{directory / 'config.json'} cannot be used: {error}") from None
+
+
+def parse_model_config(
+    raw: Settings,
+    generation: Settings | None = None,
+    tokenizer: TokenizerFiles = NO_TOKENIZER,
+) -> ModelConfig:
+    """Read the parsed ``config.json`` and ``generation_config.json``. Raises the same errors as
+    :func:`read_model_config`."""
+    model_type = find_model_type(raw)
+    architecture = find_architecture(model_type)
+    cfg = {**architecture.defaults, **raw}
+    check_supported(architecture, cfg)
+    heads = get_positive_int(cfg, "num_attention_heads")
+    hidden = get_positive_int(cfg, "hidden_size")
+    dtype = cfg.get("dtype") or cfg.get("torch_dtype")
+    bos_token_id = cfg.get("bos_token_id")
+    vocab_size = get_positive_int(cfg, "vocab_size")
+    endings = find_endings(
+        raw, generation or {}, tokenizer, vocab_size, default=architecture.default_eos
+    )
+    shared = ModelConfig(
+        architecture=model_type,
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        num_layers=get_positive_int(cfg, "num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=get_positive_int_or(cfg, "num_key_value_heads", heads),
+        head_dim=get_positive_int_or(cfg, "head_dim", hidden // heads),
+        intermediate_size=get_positive_int(cfg, architecture.width_key),
+        context_length=get_positive_int(cfg, "max_position_embeddings"),
+        rms_norm_eps=get_number(cfg, "rms_norm_eps", 1e-6),
+        rope=_read_rope(cfg),
+        tie_word_embeddings=bool(cfg.get("tie_word_embeddings", False)),
+        num_experts=_read_num_experts(cfg) if architecture.has_experts else 0,
+        num_experts_per_tok=(
+            get_positive_int(cfg, "num_experts_per_tok") if architecture.has_experts else 0
+        ),
+        dtype=str(dtype).removeprefix("torch.") if dtype else None,
+        eos_token_ids=endings.ids,
+        eos_problems=endings.problems,
+        bos_token_id=bos_token_id if isinstance(bos_token_id, int) else None,
+    )
+    config = architecture.adapt_config(shared, cfg)
+    config.check_shape(architecture.has_experts)
+    return config
+
+
+def _read_num_experts(cfg: Settings) -> int:
+    """Read the number of experts. transformers 5 writes ``num_local_experts`` where version 4 wrote
+    ``num_experts``."""
+    value = cfg.get("num_local_experts", cfg.get("num_experts"))
+    return get_positive_int({"num_experts": value}, "num_experts") if value else 0
+
+
+def _read_rope(cfg: Settings) -> RopeConfig:
+    """Read the rotary embedding. Version 5 keeps everything in ``rope_parameters``; version 4
+    separates ``rope_theta`` from ``rope_scaling``."""
+    rope = get_mapping(cfg, "rope_parameters", "rope_scaling")
+    theta = get_number(rope, "rope_theta") or get_number(cfg, "rope_theta") or 10000.0
+    kind = get_rope_type(rope, "rope_parameters")
+    missing = [key for key in ROPE_TYPES[kind] if not isinstance(rope.get(key), int | float)]
+    if missing:
+        raise UsageError(f"config.json: rope type {kind!r} needs a number for {missing[0]!r}")
+    if kind == "default":
+        return RopeConfig(theta)
+    if kind == "linear":
+        return RopeConfig(theta, kind, get_number(rope, "factor"))
+    context, original = get_positive_int(cfg, "max_position_embeddings"), _ORIGINAL_CONTEXT
+    return RopeConfig(
+        theta,
+        kind,
+        factor=get_number(rope, "factor"),
+        low_freq_factor=get_number(rope, "low_freq_factor"),
+        high_freq_factor=get_number(rope, "high_freq_factor"),
+        # As in transformers, the key of the file overrides that of the rope setting.
+        original_context=get_positive_int_or(
+            cfg, original, get_positive_int_or(rope, original, context)
+        ),
+    )
+
+
+def read_draft_config(path: Path, target: ModelConfig) -> ModelConfig:
+    """Read the configuration of a model that drafts tokens for another.
+
+    Raises:
+        UsageError: the vocabularies differ in size, or the configuration is unreadable.
+    """
+    config = read_model_config(path)
+    if config.vocab_size != target.vocab_size:
+        raise UsageError(
+            f"--speculative-draft-model {path} has {config.vocab_size} tokens in its vocabulary, "
+            f"the model has {target.vocab_size}"
+        )
+    return config

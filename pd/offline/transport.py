@@ -1,0 +1,252 @@
+"""Ways to a proxy: HTTP, or a call of its application in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from http import HTTPStatus
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+from urllib.parse import urlsplit
+
+import httpx
+import msgspec
+
+from pd import __version__
+from pd.core.errors import PDError, UnavailableError, UsageError, error_from_kind
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, MutableMapping
+    from typing import Any
+
+    from starlette.types import ASGIApp
+
+
+_CONNECT_SECONDS = 10.0
+# Shorter than servers keep idle connections, so none closes one while we send.
+_IDLE_SECONDS = 2.0
+
+
+class ProxyReply(NamedTuple):
+    """A whole answer.
+
+    Attributes:
+        retry_after: seconds for which the server asks us to wait before we try again.
+    """
+
+    status: int
+    body: bytes
+    retry_after: float = 0.0
+
+
+def read_error(reply: ProxyReply) -> PDError:
+    """Make the error that a server answered with."""
+    try:
+        error = msgspec.json.decode(reply.body)["error"]
+        return error_from_kind(error["code"], error["message"], error["param"])
+    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
+        text = reply.body[:300].decode(errors="replace")
+        return PDError(f"the server answered with status {reply.status}: {text}")
+
+
+class Transport(Protocol):
+    """Sends requests to a proxy. Cancelling a call aborts its request."""
+
+    async def send(self, method: str, path: str, content: bytes = b"") -> ProxyReply:
+        """Send a request and wait for the whole answer.
+
+        Raises UnavailableError if the connection failed, and NodeFailedError if the engine ended.
+        """
+
+    def stream(self, path: str, content: bytes) -> AsyncGenerator[bytes, None]:
+        """POST, and yield the parts of the answer as they come. Closing the generator aborts the
+        request. Raises as :meth:`send` does, and the error of an answer whose status is not 200."""
+
+    async def close(self) -> None: ...
+
+
+class HttpTransport:
+    """Sends requests to a running proxy.
+
+    We set no limit on the time of an answer, because a long batch may take hours.
+    """
+
+    def __init__(self, url: str, api_key: str | None, connections: int) -> None:
+        """Raises UsageError for an invalid address."""
+        self.url = _parse_url(url)
+        headers = {"Accept-Encoding": "identity", "User-Agent": f"pd/{__version__}"}
+        if api_key is not None:
+            headers["Authorization"] = f"Bearer {api_key}"
+        tls = ssl.create_default_context() if self.url.startswith("https:") else False
+        # We ignore proxies of the environment, so the key reaches only the named server.
+        self._client = httpx.AsyncClient(
+            headers=headers,
+            verify=tls,
+            trust_env=False,
+            timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),
+            limits=httpx.Limits(max_connections=connections, keepalive_expiry=_IDLE_SECONDS),
+        )
+
+    async def send(self, method: str, path: str, content: bytes = b"") -> ProxyReply:
+        headers = {"Content-Type": "application/json"} if content else {}
+        try:
+            answer = await self._client.request(
+                method, self.url + path, content=content, headers=headers
+            )
+        except httpx.HTTPError as error:
+            raise self._name_error(error) from error
+        wait = answer.headers.get("retry-after", "")
+        return ProxyReply(
+            answer.status_code, answer.content, float(wait[:9]) if wait.isdecimal() else 0.0
+        )
+
+    async def stream(self, path: str, content: bytes) -> AsyncGenerator[bytes, None]:
+        headers = {"Content-Type": "application/json"}
+        try:
+            async with self._client.stream(
+                "POST", self.url + path, content=content, headers=headers
+            ) as answer:
+                if answer.status_code != HTTPStatus.OK:
+                    raise read_error(ProxyReply(answer.status_code, await answer.aread()))
+                async for part in answer.aiter_raw():
+                    yield part
+        except httpx.HTTPError as error:
+            raise self._name_error(error) from error
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    def _name_error(self, error: httpx.HTTPError) -> PDError:
+        return UnavailableError(f"no answer from {self.url}: {str(error) or type(error).__name__}")
+
+
+def _parse_url(text: str) -> str:
+    """Return the address without ``/v1``. Raises UsageError, which shows no password."""
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.netloc or parts.query or parts.fragment:
+        shown = "" if "@" in text else f" {text!r}"
+        raise UsageError(f"invalid url{shown}: give http://HOST:PORT or https://HOST")
+    if "@" in parts.netloc:
+        raise UsageError("invalid url: give api_key=… instead of a user and password")
+    return text.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+class AppTransport:
+    """Calls the application of a proxy in this process, on the proxy's event loop.
+
+    Args:
+        failure: gets the error for all requests when nothing can be answered any more.
+    """
+
+    def __init__(self, app: ASGIApp, failure: asyncio.Future[PDError]) -> None:
+        self._app = app
+        self._failure = failure
+
+    async def send(self, method: str, path: str, content: bytes = b"") -> ProxyReply:
+        exchange = self._begin(method, path, content)
+        async with contextlib.aclosing(exchange.iter_parts()) as parts:
+            body = b"".join([part async for part in parts])
+        return ProxyReply(exchange.status, body)
+
+    async def stream(self, path: str, content: bytes) -> AsyncGenerator[bytes, None]:
+        exchange = self._begin("POST", path, content)
+        error = bytearray()
+        async with contextlib.aclosing(exchange.iter_parts()) as parts:
+            async for part in parts:
+                if exchange.status == HTTPStatus.OK:
+                    yield part
+                else:
+                    error += part
+        if exchange.status != HTTPStatus.OK:
+            raise read_error(ProxyReply(exchange.status, bytes(error)))
+
+    async def close(self) -> None:
+        """Nothing to close: the proxy ends with its engine."""
+
+    def _begin(self, method: str, path: str, content: bytes) -> Exchange:
+        return Exchange(self._app, _make_scope(method, path, content), content, self._failure)
+
+
+def _make_scope(method: str, path: str, content: bytes) -> MutableMapping[str, Any]:
+    headers = [(b"host", b"localhost")]
+    if content:
+        headers += [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(content)).encode()),
+        ]
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": headers,
+        # The proxy lets programs of this host administrate it.
+        "client": ("127.0.0.1", 0),
+        "server": ("localhost", 0),
+    }
+
+
+class Exchange:
+    """One request to an application, and its answer.
+
+    Attributes:
+        status: HTTP status; set before the first part.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        scope: MutableMapping[str, Any],
+        content: bytes,
+        failure: asyncio.Future[PDError],
+    ) -> None:
+        self.status = 0
+        self._content: bytes | None = content
+        self._failure = failure
+        self._gone = asyncio.Event()
+        self._parts: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._serving = asyncio.ensure_future(app(scope, self._receive, self._send))
+        self._serving.add_done_callback(lambda _: self._parts.put_nowait(None))
+        failure.add_done_callback(self._note_failure)
+
+    async def iter_parts(self) -> AsyncGenerator[bytes, None]:
+        """Yield the parts of the answer as they come. Raises NodeFailedError if the engine ended,
+        and the application's own error if it broke."""
+        try:
+            while (part := await self._parts.get()) is not None:
+                yield part
+            if self._failure.done() and not self._failure.cancelled():
+                raise self._failure.result()
+            self._serving.result()
+        finally:
+            await self.end()
+
+    async def end(self) -> None:
+        """Disconnect, which aborts the request unless it has its answer."""
+        self._failure.remove_done_callback(self._note_failure)
+        self._gone.set()
+        if not self._serving.done():
+            await asyncio.wait([self._serving])
+
+    async def _receive(self) -> dict[str, Any]:
+        if self._content is not None:
+            content, self._content = self._content, None
+            return {"type": "http.request", "body": content, "more_body": False}
+        await self._gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        elif message.get("body"):
+            self._parts.put_nowait(message["body"])
+
+    def _note_failure(self, failure: asyncio.Future[PDError]) -> None:
+        if not failure.cancelled():  # we stop, and the proxy answers what is left
+            self._gone.set()
+            self._parts.put_nowait(None)

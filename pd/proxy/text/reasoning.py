@@ -1,0 +1,133 @@
+"""Separates a model's reasoning from its answer."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from pd.proxy.text.tools import tags
+from pd.proxy.text.tools.events import Content, Reasoning
+from pd.proxy.text.tools.reader import Reader
+
+if TYPE_CHECKING:
+    from pd.proxy.text.tools.incoming import Steps
+    from pd.proxy.text.tools.tags import Format
+
+_SPACE = re.compile(r"\s*")
+# Limit on the white space before reasoning, because we hold it back.
+MAX_SPACE = 64
+# Where an answer begins: before any reasoning, inside it, or after it.
+Stage = Literal["before", "inside", "after"]
+
+
+class ReasoningTags(NamedTuple):
+    """Tags around the reasoning of a family of models.
+
+    Attributes:
+        implied: answers begin inside the reasoning even without an opening tag in the prompt.
+    """
+
+    open: str
+    close: str
+    implied: bool = False
+
+    def find_stage(self, tail: str, continued: str | None) -> Stage:
+        """Find out where an answer begins.
+
+        Args:
+            tail: end of the prompt.
+            continued: the message to continue, if any.
+        """
+        if continued:
+            opened, closed = continued.rfind(self.open), continued.rfind(self.close)
+            return "inside" if opened > closed else "after"
+        # A client cannot write these tags here, because the template opens the assistant's turn
+        # last.
+        tail = tail.rstrip()
+        if tail.endswith(self.open):
+            return "inside"
+        if tail.endswith(self.close):
+            return "after"
+        return "inside" if self.implied else "before"
+
+    def prepend_reasoning(self, stage: Stage, content: Format) -> Format:
+        """Make the structural tag for reasoning with ``content`` after it."""
+        if stage == "after":
+            return content
+        begin = "" if stage == "inside" else self.open
+        reasoning = tags.make_sequence(
+            tags.make_tag(begin, tags.any_text(), self.close),
+            {"type": "regex", "pattern": r"\n{0,2}"},
+        )
+        return tags.make_sequence(
+            reasoning if stage == "inside" else tags.make_optional(reasoning), content
+        )
+
+
+_THINK = ReasoningTags("<think>", "</think>")
+_MISTRAL = ReasoningTags("[THINK]", "[/THINK]")
+_SEED = ReasoningTags("<seed:think>", "</seed:think>")
+_FAMILIES = {
+    "qwen3": _THINK,
+    "deepseek_r1": _THINK._replace(implied=True),
+    "mistral": _MISTRAL,
+    "seed_oss": _SEED,
+}
+
+
+def find_reasoning_tags(name: str, template: str) -> ReasoningTags | None:
+    """Find the tags of a family (``--reasoning-parser``).
+
+    For ``auto``, find those in the chat template. Return None if there are none.
+    """
+    if name != "auto":
+        return _FAMILIES.get(name)
+    known = (_SEED, _MISTRAL, _THINK)
+    return next((each for each in known if each.open in template or each.close in template), None)
+
+
+class ReasoningParser(Reader):
+    """Separates reasoning from content. It drops white space around the reasoning, but not at its
+    end.
+    """
+
+    def __init__(self, tags: ReasoningTags, stage: Stage, *, verbatim: bool) -> None:
+        """``verbatim``: the reasoning includes the tags and the white space around them."""
+        super().__init__()
+        self._tags = tags
+        self._inside = stage == "inside"
+        self._verbatim = verbatim
+
+    def read_text(self) -> Steps[None]:
+        source, tags = self.source, self._tags
+        inside = self._inside
+        if not inside:
+            begin = yield from self._read_opening()
+            inside = begin.endswith(tags.open)
+            if not inside:
+                self._emit_content(begin)
+            elif self._verbatim:
+                self._emit_reasoning(begin)
+        if inside:
+            if not self._verbatim:
+                yield from source.skip_space()
+            close = yield from source.pass_until((tags.close,), self._emit_reasoning)
+            if self._verbatim:
+                self._emit_reasoning(close)
+            else:
+                yield from source.skip_space()
+        yield from source.pass_rest(self._emit_content)
+
+    def _read_opening(self) -> Steps[str]:
+        """Read white space and the opening tag, as far as they are there."""
+        source = self.source
+        space = yield from source.read_while(_SPACE, MAX_SPACE)
+        return space + (yield from source.read_one_of((self._tags.open,)))
+
+    def _emit_reasoning(self, text: str) -> None:
+        if text:
+            self.events.append(Reasoning(text))
+
+    def _emit_content(self, text: str) -> None:
+        if text:
+            self.events.append(Content(text))

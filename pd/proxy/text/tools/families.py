@@ -1,0 +1,157 @@
+"""The known families of models, and how to recognize a model's family."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from pd.proxy.text.tools import hermes, llama_json, mistral, pythonic, qwen_xml
+from pd.proxy.text.tools.tags import (
+    CallForm,
+    make_json_arguments,
+    make_python_arguments,
+    make_xml_arguments,
+)
+
+if TYPE_CHECKING:
+    from pd.proxy.text.tools.reader import CallParser
+
+
+class ToolFamily(NamedTuple):
+    """A way to write calls.
+
+    Attributes:
+        special: special tokens that the parser needs to see.
+    """
+
+    name: str
+    parser: type[CallParser]
+    form: CallForm
+    special: tuple[str, ...]
+
+
+HERMES = ToolFamily(
+    "hermes",
+    hermes.HermesParser,
+    CallForm(
+        begin='<tool_call>\n{"name": "%s", "arguments": ',
+        end="}\n</tool_call>",
+        make_arguments=make_json_arguments,
+        separator="\n",
+        trigger=hermes.OPEN,
+    ),
+    (hermes.OPEN, hermes.CLOSE),
+)
+QWEN3_CODER = ToolFamily(
+    "qwen3_coder",
+    qwen_xml.QwenXmlParser,
+    CallForm(
+        begin="<tool_call>\n<function=%s>\n",
+        end="</function>\n</tool_call>",
+        make_arguments=make_xml_arguments,
+        separator="\n",
+        trigger=qwen_xml.OPEN,
+        forbidden=(qwen_xml.FUNCTION,),
+    ),
+    (qwen_xml.OPEN, qwen_xml.CLOSE),
+)
+LLAMA3_JSON = ToolFamily(
+    "llama3_json",
+    llama_json.LlamaJsonParser,
+    CallForm(
+        begin='{"name": "%s", "parameters": ',
+        end="}",
+        make_arguments=make_json_arguments,
+        separator="; ",
+        forbidden=(llama_json.PYTHON_TAG,),
+    ),
+    (llama_json.PYTHON_TAG,),
+)
+PYTHONIC = ToolFamily(
+    "pythonic",
+    pythonic.PythonicParser,
+    CallForm(
+        begin="%s(",
+        end=")",
+        make_arguments=make_python_arguments,
+        separator=", ",
+        opening="[",
+        closing="]",
+    ),
+    (pythonic.START, pythonic.END),
+)
+MISTRAL = ToolFamily(
+    "mistral",
+    mistral.MistralParser,
+    CallForm(
+        begin='{"name": "%s", "arguments": ',
+        end="}",
+        make_arguments=make_json_arguments,
+        separator=", ",
+        opening=f"{mistral.OPEN}[",
+        closing="]",
+        trigger=mistral.OPEN,
+    ),
+    (mistral.OPEN, mistral.ARGS, mistral.CALL_ID),
+)
+# Mistral's newer models write another form. The same parser reads both.
+_MISTRAL_NAMED = MISTRAL._replace(
+    form=CallForm(
+        begin=f"{mistral.OPEN}%s{mistral.ARGS}",
+        end="",
+        make_arguments=make_json_arguments,
+        separator="",
+        trigger=mistral.OPEN,
+    )
+)
+_FAMILIES = {
+    family.name: family for family in (HERMES, QWEN3_CODER, LLAMA3_JSON, PYTHONIC, MISTRAL)
+}
+# Texts by which a condensed template describes or writes its family's calls, most certain first.
+# Tags alone are not enough: many families use ``<tool_call>``, and Llama 4's template has the
+# tokens of Python calls but asks for JSON.
+_MARKS = (
+    (QWEN3_CODER, re.compile(r"<tool_call><function=.*<parameter=")),
+    (MISTRAL, re.compile(re.escape(mistral.OPEN))),
+    (HERMES, re.compile(r"<tool_call>\{(name|arguments):")),
+    (HERMES, re.compile(r"jsonobjectwithfunctionnameandargumentswithin<tool_call>")),
+    (PYTHONIC, re.compile(r"\[func_name1\(")),
+    (LLAMA3_JSON, re.compile(r"\{name:functionname,parameters:")),
+    (PYTHONIC, re.compile(re.escape(pythonic.START))),
+)
+# Texts in templates of unknown families that share tags or phrases with known ones: GLM, Seed-OSS,
+# Apriel and Hunyuan, MiniMax, Nemotron, LFM2.
+_FOREIGN = (
+    "<arg_key>",
+    "<seed:tool_call>",
+    "<tool_calls>",
+    "<tool_sep>",
+    "<invoke name=",
+    "<TOOLCALL>",
+    "<|tool_call_start|>",
+)
+# White space, quotes, and places where a template joins texts.
+_GLUE = re.compile(r"\{\{-?|-?\}\}|\\n|[\s\"'\\+~]")
+
+
+@lru_cache(maxsize=64)
+def find_tool_family(name: str, template: str) -> ToolFamily | None:
+    """Find a family by its name (``--tool-call-parser``).
+
+    For ``auto``, find the family whose calls the chat template describes; None if it is unknown.
+    """
+    family = _FAMILIES.get(name)
+    if name == "auto" and not _is_foreign(template):
+        condensed = _GLUE.sub("", template)
+        family = next((kind for kind, mark in _MARKS if mark.search(condensed)), None)
+    if family is MISTRAL and mistral.ARGS in template:
+        return _MISTRAL_NAMED
+    return family
+
+
+def _is_foreign(template: str) -> bool:
+    """Tell whether a template describes calls of an unknown family."""
+    # Llama 3.1 and Functionary may write JSON after this tag.
+    has_json = qwen_xml.FUNCTION in template and qwen_xml.PARAMETER not in template
+    return has_json or any(mark in template for mark in _FOREIGN)

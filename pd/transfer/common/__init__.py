@@ -1,0 +1,1 @@
+"""Parts of senders and receivers that the backends share."""

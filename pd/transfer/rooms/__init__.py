@@ -1,1 +1,0 @@
-"""The parts of a room's sender and receiver that backends share."""

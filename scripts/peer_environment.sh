@@ -1,0 +1,60 @@
+#!/bin/sh
+# Prints a program of a peer that the tests of make test-all compare with or run against pd, or nothing
+# if it cannot be installed. The peers need other versions of packages than pd, so each of them has an
+# environment of its own, DIRECTORY/PEER. We make it where the package index can be reached (some
+# minutes).
+#
+#     sh scripts/peer_environment.sh aiperf|sglang|sglang-programs|frameworks DIRECTORY [PYTHON]
+#
+# aiperf prints the program of AIPerf. sglang prints a Python that has SGLang's frontend language,
+# frameworks one that has DSPy and LangChain. sglang-programs prints SGLang's file of test programs.
+set -u
+peer=$1 directory=$2/$1 python=${3:-python3}
+case $peer in
+aiperf)
+    given=${PD_TEST_AIPERF:-$(command -v aiperf)} program=aiperf
+    packages=aiperf==0.13.0 alone=
+    ;;
+sglang)
+    given=${PD_TEST_SGLANG:-} program=python
+    # Newer releases pin another torch. The frontend needs none.
+    packages="numpy tqdm pybase64 requests IPython pydantic aiohttp" alone=sglang==0.5.2
+    ;;
+sglang-programs)
+    given=${PD_TEST_SGLANG_PROGRAMS:-} program=
+    packages= alone=sglang==0.5.23
+    ;;
+frameworks)
+    given=${PD_TEST_FRAMEWORKS:-} program=python
+    packages="dspy==3.4.1 langchain-openai==1.7.4" alone=
+    ;;
+*)
+    echo "unknown peer '$peer': use aiperf, sglang, sglang-programs or frameworks" >&2
+    exit 2
+    ;;
+esac
+if [ -n "$given" ]; then
+    echo "$given"
+    exit 0
+fi
+install() {
+    "$directory/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check \
+        --retries 1 --timeout 20 "$@" >&2
+}
+if [ ! -e "$directory/.installed" ]; then
+    # shellcheck disable=SC2086  # a list of packages
+    if "$python" -m venv --clear "$directory" >&2 && { [ -z "$packages" ] || install $packages; } &&
+        { [ -z "$alone" ] || install --no-deps "$alone"; }; then
+        touch "$directory/.installed"
+    else
+        rm -rf "$directory"
+        echo "$peer could not be installed; the tests that need it are skipped" >&2
+        exit 0
+    fi
+fi
+directory=$(cd "$directory" && pwd)
+if [ -n "$program" ]; then
+    echo "$directory/bin/$program"
+else
+    echo "$directory"/lib/python3*/site-packages/sglang/test/test_programs.py
+fi
