@@ -45,7 +45,8 @@ class ConfigFlags:
         """Add one flag. A field that is False by default makes it a switch.
 
         Args:
-            repeated: whether the flag may be given several times; its values form a list.
+            repeated: whether the flag may be given several times; its values form a list. With
+                ``nargs`` it may also have several values at a time.
             more: further arguments of :meth:`argparse.ArgumentParser.add_argument`; ``default``
                 replaces the field's if their types differ.
         """
@@ -60,9 +61,10 @@ class ConfigFlags:
         if default is False:
             self._group.add_argument(flag, action="store_true", help=help)
             return
+        several = "extend" if "nargs" in more else "append"
         self._group.add_argument(
             flag,
-            action="append" if repeated else "store",
+            action=several if repeated else "store",
             default=default,
             type=type,
             choices=choices,

@@ -89,8 +89,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--served-model-name",
-        "another name for the first model that the nodes serve",
+        "other names for the first model that the nodes serve; answers and GET /v1/models show the "
+        "first of them",
         type=types.parse_model_name,
+        repeated=True,
+        nargs="+",
         metavar="NAME",
     )
 

@@ -43,6 +43,7 @@ class ProxyConfig:
         port: 0 picks a free one.
         tokenizer: directory of the tokenizer's files; None takes the tokenizer of the nodes.
         request_timeout, drain_timeout: in seconds.
+        served_model_name: further names of the first model. Answers show the first of them.
         stream_interval: minimum tokens per event, for requests without their own choice.
         workers: number of serving processes.
         tls_cert, tls_key: files in PEM format. With both, the port speaks only HTTPS.
@@ -72,7 +73,7 @@ class ProxyConfig:
     cors_origins: list[str] = field(default_factory=list)
     max_queue: int = 4096
     request_timeout: float | None = None
-    served_model_name: str | None = None
+    served_model_name: list[str] = field(default_factory=list)
     cluster_key: bytes | None = field(default=None, repr=False)
     drain_timeout: float = 30.0
     stream_interval: int = 1

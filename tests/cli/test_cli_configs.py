@@ -274,8 +274,15 @@ def test_anchors_stand_for_the_text_that_they_mark(file: Path) -> None:
         "served-model-name: &name 0123\napi-key: *name\nprefill: &p [a:1]\ndecode: *p\n"
     )
     settings = parsed("proxy", "--config", file)
-    assert (settings["served_model_name"], settings["api_key"]) == ("0123", "0123")
+    assert (settings["served_model_name"], settings["api_key"]) == (["0123"], "0123")
     assert settings["prefill"] == settings["decode"] == ["http://a:1"]
+
+
+def test_a_proxy_takes_several_names_either_way(file: Path) -> None:
+    file.write_text("served-model-name: [a, b]\n")
+    assert parsed("proxy", "--config", file)["served_model_name"] == ["a", "b"]
+    flags = ["--served-model-name", "c", "d", "--port", "1"]
+    assert parsed("proxy", "--config", file, *flags)["served_model_name"] == ["c", "d"]
 
 
 def test_lists_of_numbers_are_written_either_way(file: Path) -> None:
@@ -291,7 +298,7 @@ def test_a_file_is_read_as_utf_8_whatever_the_locale(
     monkeypatch.setattr("locale.getencoding", lambda: "ascii")
     for before in (b"", b"\xef\xbb\xbf"):
         file.write_bytes(before + "served-model-name: Modell-ß\n".encode())
-        assert parsed("proxy", "--config", file)["served_model_name"] == "Modell-ß"
+        assert parsed("proxy", "--config", file)["served_model_name"] == ["Modell-ß"]
 
 
 def test_values_of_a_file_are_checked_like_flags(file: Path, capsys: pytest.CaptureFixture) -> None:

@@ -159,9 +159,7 @@ class AdminAPI:
 
     async def get_model(self, request: ClientRequest, model: str) -> Response:
         """One served model."""
-        if model not in self._service.list_models():
-            raise NotFoundError(f"there is no model {short_repr(model)}", param="model")
-        card = await self._make_card(model)
+        card = await self._make_card(self._service.resolve_name(model))
         is_for_anthropic = _ANTHROPIC_VERSION in request.headers
         return json_response(_make_anthropic_card(card) if is_for_anthropic else card)
 

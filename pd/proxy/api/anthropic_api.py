@@ -64,7 +64,7 @@ class AnthropicAPI:
         )
         job = make_job(request, names, ENDPOINT, is_streamed=body.stream)
         job.grammar_fields = plan.grammar_fields
-        renderer = _MessageRenderer(job, body, plan)
+        renderer = _MessageRenderer(job, model.shown, plan, is_leased=body.is_leased)
         return PlannedAnswer(job, [spec], renderer, body.timeout)
 
 
@@ -84,12 +84,12 @@ class _MessageRenderer:
     is_cumulative = False
     event_form = NAMED_EVENTS
 
-    def __init__(self, job: Job, body: AnthropicRequest, plan: OutputPlan) -> None:
+    def __init__(self, job: Job, model: str, plan: OutputPlan, *, is_leased: bool) -> None:
         self._job = job
-        self._is_leased = body.is_leased
+        self._is_leased = is_leased
         self._is_plain = plan.new_parser is None
         self._reader = ChatReader(plan)
-        self._head = {"id": job.shown, "type": "message", "role": "assistant", "model": body.model}
+        self._head = {"id": job.shown, "type": "message", "role": "assistant", "model": model}
         self._index = -1
         self._open: str | None = None
         self._space = ""

@@ -129,7 +129,7 @@ class _ChatRenderer:
             "id": job.shown,
             "object": "chat.completion.chunk" if body.stream else "chat.completion",
             "created": int(time.time()),
-            "model": body.model or model.name,
+            "model": model.shown,
         }
 
     def estimate_bytes(self, choice: Choice, delta: Delta) -> int:

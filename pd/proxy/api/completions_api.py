@@ -150,7 +150,7 @@ class _CompletionRenderer:
             "id": job.shown,
             "object": "text_completion",
             "created": int(time.time()),
-            "model": body.model or model.name,
+            "model": model.shown,
         }
 
     def estimate_bytes(self, choice: Choice, delta: Delta) -> int:

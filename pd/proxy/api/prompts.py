@@ -42,11 +42,13 @@ class ModelView(NamedTuple):
     Attributes:
         text: the model's tokenizer, if the proxy has it.
         stream_interval: default for requests that choose none.
+        shown: name in answers: the first alias, or the name by which the client asked.
     """
 
     limits: Limits
     text: TextModel | None
     stream_interval: int
+    shown: str
 
     @property
     def name(self) -> str:

@@ -8,7 +8,8 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pd.core.errors import PDError
+from pd.core.brief import short_repr
+from pd.core.errors import NotFoundError, PDError
 from pd.proxy.api import logprobs
 from pd.proxy.api.event_stream import EventStream
 from pd.proxy.api.prompts import ModelView
@@ -21,6 +22,7 @@ from pd.proxy.http.json_responses import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from contextlib import AbstractAsyncContextManager
 
     from starlette.responses import Response
@@ -94,18 +96,22 @@ class Service:
         router: Router,
         dispatcher: Dispatcher,
         text_models: TextModels,
-        served_model_name: str | None,
+        served_model_names: Sequence[str],
         stream_interval: int,
         background: Background,
         bodies: Bodies,
         node_refresh: NodeRefresh,
         claims: RidClaims | None = None,
     ) -> None:
-        """``claims``: keeps rids unique among several processes of a proxy."""
+        """
+        Args:
+            served_model_names: further names of the first model. Answers show the first of them.
+            claims: keeps rids unique among several processes of a proxy.
+        """
         self._router = router
         self._dispatcher = dispatcher
         self._text_models = text_models
-        self._alias = served_model_name
+        self._aliases = tuple(served_model_names)
         self._stream_interval = stream_interval
         self._background = background
         self.bodies = bodies
@@ -113,20 +119,31 @@ class Service:
         self._claims = claims
 
     def list_models(self) -> list[str]:
+        """List the names of the models for clients. Aliases after the first one are left out."""
         names = self._router.list_models()
-        return [self._alias, *names] if self._alias and names else names
+        return list(dict.fromkeys([*self._aliases[:1], *names])) if names else []
+
+    def resolve_name(self, name: str) -> str:
+        """Return the listed name of a model by any of its names. Raises NotFoundError."""
+        listed = self.list_models()
+        if listed and name in self._aliases:
+            return self._aliases[0]
+        if name not in listed:
+            raise NotFoundError(f"there is no model {short_repr(name)}", param="model")
+        return name
 
     async def find_model(self, name: str | None) -> ModelView:
         """Return the model of this name; the first one for no name or an empty one, as in vLLM.
 
         Raises NotFoundError for an unknown model, UnavailableError before any node is known.
         """
-        served = None if not name or name == self._alias else name
+        served = None if not name or name in self._aliases else name
         limits = await self._node_refresh.retry_until_served(
             partial(self._router.get_limits, served)
         )
         text = await self._text_models.load(limits.model_path)
-        return ModelView(limits, text, self._stream_interval)
+        shown = served or next(iter(self._aliases), limits.model)
+        return ModelView(limits, text, self._stream_interval, shown)
 
     def check_admission(self, num_prompts: int) -> None:
         """Refuse a request before we prepare it, if it would be refused afterwards anyway."""

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 def test_health_readiness_and_models(cluster: Cluster) -> None:
     cluster.pair()
-    client = cluster.client(served_model_name="nice-name")
+    client = cluster.client(served_model_name=["nice-name", "other-name"])
     assert client.get("/health").status_code == 200
     assert client.get("/readiness").json() == {"status": "ready"}
     listed = client.get("/v1/models").json()
@@ -43,9 +43,15 @@ def test_health_readiness_and_models(cluster: Cluster) -> None:
     assert [m["id"] for m in listed["data"]] == ["nice-name", "fake"]
     assert listed["data"][0]["max_model_len"] == 200
     assert client.get("/v1/models/fake").json()["id"] == "fake"
-    for model in ("nice-name", "fake"):
+    shown = {"nice-name": "nice-name", "other-name": "nice-name", "": "nice-name", "fake": "fake"}
+    for model, name in shown.items():
         body = {"model": model, "prompt": [5], "max_tokens": 1}
-        assert client.post("/v1/completions", json=body).json()["model"] == model
+        assert client.post("/v1/completions", json=body).json()["model"] == name
+    assert client.get("/v1/models/other-name").json()["id"] == "nice-name"
+    for model in ("nice-name:latest", "third-name"):
+        assert client.get(f"/v1/models/{model}").status_code == 404
+        body = {"model": model, "prompt": [5], "max_tokens": 1}
+        assert client.post("/v1/completions", json=body).status_code == 404
 
 
 def test_what_sglangs_and_vllms_tools_ask(cluster: Cluster) -> None:
@@ -72,7 +78,7 @@ def test_what_sglangs_and_vllms_tools_ask(cluster: Cluster) -> None:
 def test_server_info_is_what_sglangs_benchmark_reads(cluster: Cluster) -> None:
     nodes = cluster.pair(model_path="/models/m")
     cluster.node("decode", model_path="/models/m")
-    client = cluster.client(text=False, api_key="s3cret", served_model_name="nice-name")
+    client = cluster.client(text=False, api_key="s3cret", served_model_name=["nice-name"])
     wait_for_all(client)
     key = {"Authorization": "Bearer s3cret"}
     assert client.get("/server_info").status_code == 401

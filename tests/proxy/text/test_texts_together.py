@@ -44,7 +44,7 @@ def text_model() -> TextModel:
 
 def view(text: TextModel, context_length: int = 4096) -> ModelView:
     routes = frozenset([Capacity(context_length, context_length, context_length)])
-    return ModelView(Limits("model", routes, routes, 2048, None, SamplingDefaults()), text, 1)
+    return ModelView(Limits("model", routes, routes, 2048, None, SamplingDefaults()), text, 1, "m")
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
