@@ -36,13 +36,34 @@ MAX_MODEL_CHARACTERS = 4096
 TOOL_CALL_PARSERS = (
     "auto",
     "none",
+    "deepseek_v3",
+    "deepseek_v31",
     "hermes",
     "llama3_json",
     "mistral",
     "pythonic",
     "qwen3_coder",
+    # Other servers' names of the same.
+    "deepseekv3",
+    "deepseekv31",
+    "llama3",
+    "llama4_pythonic",
+    "qwen",
+    "qwen25",
+    "qwen3_xml",
 )
-REASONING_PARSERS = ("auto", "none", "deepseek_r1", "mistral", "qwen3", "seed_oss")
+REASONING_PARSERS = (
+    "auto",
+    "none",
+    "deepseek_r1",
+    "deepseek_v3",
+    "mistral",
+    "qwen3",
+    "seed_oss",
+    # Other servers' names of the same.
+    "deepseek-r1",
+    "deepseek-v3",
+)
 
 
 # A step computes one more token than this for each sequence. A model hardly ever accepts more.

@@ -187,8 +187,8 @@ def select(
 def separate_reasoning(expr: object = None, model_type: str | None = None) -> Expr:
     """Keep the reasoning of generations apart, as the variables ``NAME_reasoning_content``.
 
-    ``model_type``: qwen3, deepseek_r1, mistral or seed_oss; by default, the tags of the model's
-    chat template.
+    ``model_type``: a name of ``--reasoning-parser``, such as qwen3; by default, the tags of the
+    model's chat template.
     """
     if expr is None:
         return ExprList(())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pd.core.config import REASONING_PARSERS
 from pd.core.errors import ProgramError
 from pd.proxy.text.reasoning import ReasoningParser, find_reasoning_tags
 from pd.proxy.text.tools.events import Content, Reasoning
@@ -19,8 +20,8 @@ def split_reasoning(text: str, prompt: str, template: str, family: str | None) -
     tags = find_reasoning_tags(family or "auto", template)
     if tags is None:
         raise ProgramError(
-            f"separate_reasoning: no reasoning tags for {family!r}; use qwen3, deepseek_r1, "
-            "mistral or seed_oss"
+            f"separate_reasoning: no reasoning tags for {family!r}; use one of "
+            + ", ".join(REASONING_PARSERS)
             if family
             else "separate_reasoning: the model's chat template has no reasoning tags; name a "
             "model_type"

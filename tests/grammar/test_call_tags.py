@@ -27,8 +27,16 @@ if TYPE_CHECKING:
 EOS = 256
 FAMILIES = {
     name: find_tool_family(name.split()[0], "[ARGS]" if "names" in name else "")
-    for name in ("hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "mistral names")
+    for name in (
+        *("hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "mistral names"),
+        *("deepseek_v3", "deepseek_v31"),
+    )
 }
+# The tags of DeepSeek, in their order in a call.
+BEGIN, CALL, SEP, END, LAST = (
+    f"<\uff5ctool\u2581{tag}\uff5c>"
+    for tag in ("calls\u2581begin", "call\u2581begin", "sep", "call\u2581end", "calls\u2581end")
+)
 ADD: Any = {
     "name": "add",
     "parameters": {
@@ -38,6 +46,17 @@ ADD: Any = {
         "additionalProperties": False,
     },
 }
+
+
+def _list_calls(
+    add: str, stop: str, opening: str, separator: str, closing: str
+) -> tuple[str, str, str]:
+    """A call, another one, and both, with texts around them."""
+    calls = (add, stop, f"{add}{separator}{stop}")
+    one, other, both = (f"{opening}{each}{closing}" for each in calls)
+    return one, other, both
+
+
 # A call as each family writes it, with `%s` for the value of `a`, and one of a function `stop`.
 CALLS = {
     "hermes": (
@@ -67,6 +86,16 @@ CALLS = {
         '[TOOL_CALLS]add[ARGS]{"a": %s, "to": "x"}',
         "[TOOL_CALLS]stop[ARGS]{}",
         "%s%s",
+    ),
+    "deepseek_v3": _list_calls(
+        f'{CALL}function{SEP}add\n```json\n{{"a": %s, "to": "x"}}\n```{END}',
+        f"{CALL}function{SEP}stop\n```json\n{{}}\n```{END}",
+        BEGIN,
+        "\n",
+        LAST,
+    ),
+    "deepseek_v31": _list_calls(
+        f'{CALL}add{SEP}{{"a": %s, "to": "x"}}{END}', f"{CALL}stop{SEP}{{}}{END}", BEGIN, "", LAST
     ),
 }
 

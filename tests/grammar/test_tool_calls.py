@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -21,7 +22,7 @@ from pd.proxy.config import ProxyConfig
 from pd.proxy.server import ProxyThread
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 SEED = int(os.environ.get("PD_TEST_SEED", random.randrange(1 << 31)))
@@ -41,6 +42,8 @@ MODELS = {
     "hermes that may reason": PLAIN + "{# <think></think> #}",
     "hermes that reasons": PLAIN + "{% if add_generation_prompt %}<think>\n{% endif %}",
 }
+# Those that `make test` leaves out.
+MORE_MODELS = {"deepseek_v3": PLAIN, "deepseek_v31": PLAIN}
 
 
 @pytest.fixture(scope="module")
@@ -53,15 +56,17 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def clients(
+def client_of(
     model_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, openai.OpenAI]]:
-    """Make a client for the proxy of each of MODELS, all on one node."""
+) -> Iterator[Callable[[str], openai.OpenAI]]:
+    """Return a function that makes a client of a family's proxy, all on one node."""
     with ExitStack() as stack:
         stack.enter_context(share_grammars(model_dir))
         cluster = stack.enter_context(cluster_of(model_dir, "unified"))
-        made = {}
-        for name, template in MODELS.items():
+
+        @functools.cache
+        def make_client(name: str) -> openai.OpenAI:
+            template = (MODELS | MORE_MODELS)[name]
             directory = _with_template(model_dir, tmp_path_factory.mktemp("tokenizer"), template)
             config = ProxyConfig(
                 unified=[cluster.unified[0].url],
@@ -70,8 +75,9 @@ def clients(
                 tool_call_parser=name.split()[0],
             )
             url = stack.enter_context(ProxyThread(config)).url
-            made[name] = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        yield made
+            return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+        yield make_client
         cluster.wait_idle()
 
 
@@ -140,9 +146,11 @@ def random_request(rng: random.Random, logit_bias: dict[str, float]) -> Any:
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(40, marks=pytest.mark.full)], ids=["1", "40"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [*MODELS, *(pytest.param(name, marks=pytest.mark.full) for name in MORE_MODELS)]
+)
 def test_random_models_call_random_functions(
-    clients: dict[str, openai.OpenAI], model_dir: Path, name: str, count: int
+    client_of: Callable[[str], openai.OpenAI], model_dir: Path, name: str, count: int
 ) -> None:
     print(f"PD_TEST_SEED={SEED}")
     rng = random.Random(SEED)
@@ -150,12 +158,12 @@ def test_random_models_call_random_functions(
     if "reason" in name:
         tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
         logit_bias = {str(tokenizer.token_to_id(CLOSE)): 4.0}
-    ended = 0
+    ended, client = 0, client_of(name)
     with ThreadPoolExecutor(8) as pool:
         # Some functions take more than ``max_tokens`` of random tokens to call; another comes then.
         for _ in range(20):
             asked = [random_request(rng, logit_bias) for _ in range(count)]
-            answers = pool.map(lambda each: clients[name].chat.completions.create(**each), asked)
+            answers = pool.map(lambda each: client.chat.completions.create(**each), asked)
             for each, answer in zip(asked, answers, strict=True):
                 ended += checked(each, answer)
             if ended:

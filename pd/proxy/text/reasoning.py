@@ -67,9 +67,14 @@ class ReasoningTags(NamedTuple):
 _THINK = ReasoningTags("<think>", "</think>")
 _MISTRAL = ReasoningTags("[THINK]", "[/THINK]")
 _SEED = ReasoningTags("<seed:think>", "</seed:think>")
+_DEEPSEEK_R1 = _THINK._replace(implied=True)
+# By the names in all servers.
 _FAMILIES = {
     "qwen3": _THINK,
-    "deepseek_r1": _THINK._replace(implied=True),
+    "deepseek_r1": _DEEPSEEK_R1,
+    "deepseek-r1": _DEEPSEEK_R1,
+    "deepseek_v3": _THINK,
+    "deepseek-v3": _THINK,
     "mistral": _MISTRAL,
     "seed_oss": _SEED,
 }

@@ -6,6 +6,7 @@ import json
 import random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import call_texts
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +17,8 @@ from pd.proxy.requests.tools import read_tools
 from pd.proxy.text.reasoning import ReasoningParser, ReasoningTags
 from pd.proxy.text.tools.events import Arguments, CallStart, Content, Reasoning
 from pd.proxy.text.tools.families import (
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
     HERMES,
     LLAMA3_JSON,
     MISTRAL,
@@ -30,7 +33,7 @@ from pd.proxy.text.tools.reader import CallOptions
 if TYPE_CHECKING:
     from pd.proxy.text.tools.events import OutputParser
 
-FAMILIES = [HERMES, QWEN3_CODER, LLAMA3_JSON, PYTHONIC, MISTRAL]
+FAMILIES = [HERMES, QWEN3_CODER, LLAMA3_JSON, PYTHONIC, MISTRAL, DEEPSEEK_V3, DEEPSEEK_V31]
 WEATHER = {
     "type": "function",
     "function": {
@@ -227,6 +230,7 @@ REAL: list[tuple[ToolFamily, str, str, list[tuple[str, Any]]]] = [
         [("get_weather", PARIS), ("get-time", {})],
     ),
     (MISTRAL, '[TOOL_CALLS]get_weather{"city": "Paris"}', "", [("get_weather", PARIS)]),
+    *call_texts.REAL,
 ]
 
 
@@ -273,6 +277,7 @@ MALFORMED = [
     (MISTRAL, "[TOOL_CALLS] nothing"),
     (MISTRAL, '[TOOL_CALLS][{"name": "get_wea'),
     (MISTRAL, "[TOOL_CALLS]get_weather"),
+    *call_texts.MALFORMED,
 ]
 
 
@@ -287,6 +292,7 @@ CUT = [
     (LLAMA3_JSON, '{"name": "get_weather", "parameters": {"city": "Pa'),
     (PYTHONIC, "[get_weather(city='Pa"),
     (MISTRAL, '[TOOL_CALLS]get_weather[ARGS]{"city": "Pa'),
+    *call_texts.CUT,
 ]
 
 
@@ -295,6 +301,22 @@ def test_arguments_that_are_cut_off_are_arguments_all_the_same(
     family: ToolFamily, text: str
 ) -> None:
     assert found(family, text) == Found("", [("get_weather", '{"city": "Pa')])
+
+
+@pytest.mark.parametrize(("family", "text", "arguments"), call_texts.BROKEN)
+def test_a_closing_tag_ends_a_call_with_open_brackets(
+    family: ToolFamily, text: str, arguments: str
+) -> None:
+    """Further calls are read, and it stays open otherwise, because its arguments are not JSON."""
+    broken = ("get_weather", arguments)
+    assert found(family, text + " Sorry.") == Found("Sorry.", [broken])
+    parser = family.parser(OPTIONS)
+    parser.add_text(text)
+    assert parser.call_is_open
+    for other, call, _, calls in REAL:
+        if other is family and not _:
+            assert found(family, text + call).calls[0] == broken
+            assert len(found(family, text + call).calls) == 1 + len(calls)
 
 
 @pytest.mark.parametrize(
@@ -521,6 +543,7 @@ _BITS = sorted(
     | {'{"city": "Paris"}', "city=", "null", "None", "5", "ä", "x", "<", "[TOOL_", "</think>"}
     | {"<think>", '{"name": "get-time"}', "\\u00", "<tool_c", "[get_weather(", '"""', "r'", 'f"'}
     | {"0x1", "city='a', ", "x" * MAX_UNDECIDED, '"arguments": "{', '\\"', "'''"}
+    | call_texts.BITS
 )
 texts = st.lists(st.sampled_from(_BITS) | st.text(max_size=3), max_size=25).map("".join)
 whole = st.sampled_from([text for _, text, _, _ in REAL] + [text for _, text in MALFORMED + CUT])
@@ -597,6 +620,7 @@ HOSTILE = [
     (PYTHONIC, "[" + "get_weather(a=1)," * 30_000),
     (MISTRAL, "[TOOL_CALLS]" * 50_000),
     (MISTRAL, "[TOOL_CALLS][" + "," * 500_000),
+    *call_texts.HOSTILE,
 ]
 
 
@@ -629,6 +653,7 @@ def test_what_is_held_too_long_comes_out_at_the_same_character() -> None:
 # ---- which family a template is of
 
 HERMES_CALL = '{{- \'<tool_call>\\n{"name": "\' + call.name + \'", "arguments": \' }}'
+DEEPSEEK_CALL = "{{ '" + call_texts.CALL + "' + name + '" + call_texts.SEP + "' + "
 # What is characteristic of public templates, by the models that have it.
 TEMPLATES: list[tuple[str, str | None, str]] = [
     ("Qwen 2.5, Qwen 3", "hermes", '<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": '),
@@ -668,9 +693,11 @@ TEMPLATES: list[tuple[str, str | None, str]] = [
     ("Kimi K2", None, "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"),
     (
         "DeepSeek V3",
-        None,
+        "deepseek_v3",
         "<\uff5ctool\u2581calls\u2581begin\uff5c><\uff5ctool\u2581call\u2581begin\uff5c>function<\uff5ctool\u2581sep\uff5c>f\n```json",
     ),
+    ("DeepSeek R1", "deepseek_v3", DEEPSEEK_CALL + "'\\n' + '```json' + '\\n' + arguments }}"),
+    ("DeepSeek V3.1", "deepseek_v31", DEEPSEEK_CALL + "arguments | tojson }}"),
     ("DeepSeek V3.2", None, '<\uff5cDSML\uff5cfunction_calls>\n<\uff5cDSML\uff5cinvoke name="f">'),
     ("Step 3", None, '<\uff5ctool_calls_begin\uff5c><steptml:invoke name="f">'),
     ("LongCat", None, '<longcat_tool_call>{"name": "f", "arguments": {}}</longcat_tool_call>'),
@@ -689,8 +716,12 @@ TEMPLATES: list[tuple[str, str | None, str]] = [
 
 
 def test_the_command_line_offers_the_families_that_are_there() -> None:
-    names = {family for _, family, _ in TEMPLATES if family is not None}
-    assert set(TOOL_CALL_PARSERS) == {"auto", "none", *names}
+    """All families, and the names that they have in other servers."""
+    shown = {family for _, family, _ in TEMPLATES if family is not None}
+    offered = {name: find_tool_family(name, "") for name in TOOL_CALL_PARSERS}
+    assert {name for name, family in offered.items() if family is None} == {"auto", "none"}
+    assert {family.name for family in offered.values() if family is not None} == shown
+    assert shown <= set(TOOL_CALL_PARSERS)
 
 
 @pytest.mark.parametrize(("model", "name", "template"), TEMPLATES, ids=[t[0] for t in TEMPLATES])

@@ -6,7 +6,7 @@ import re
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from pd.proxy.text.tools import hermes, llama_json, mistral, pythonic, qwen_xml
+from pd.proxy.text.tools import deepseek, hermes, llama_json, mistral, pythonic, qwen_xml
 from pd.proxy.text.tools.tags import (
     CallForm,
     make_json_arguments,
@@ -105,8 +105,57 @@ _MISTRAL_NAMED = MISTRAL._replace(
         trigger=mistral.OPEN,
     )
 )
+DEEPSEEK_V3 = ToolFamily(
+    "deepseek_v3",
+    deepseek.DeepSeekParser,
+    CallForm(
+        begin=f"{deepseek.CALL_BEGIN}function{deepseek.SEPARATOR}%s\n{deepseek.FENCE}json\n",
+        end=f"\n{deepseek.FENCE}{deepseek.CALL_END}",
+        make_arguments=make_json_arguments,
+        separator="\n",
+        opening=deepseek.CALLS_BEGIN,
+        closing=deepseek.CALLS_END,
+        trigger=deepseek.CALLS_BEGIN,
+        forbidden=(deepseek.CALL_BEGIN,),
+    ),
+    deepseek.TAGS,
+)
+DEEPSEEK_V31 = ToolFamily(
+    "deepseek_v31",
+    deepseek.DeepSeekParser,
+    CallForm(
+        begin=f"{deepseek.CALL_BEGIN}%s{deepseek.SEPARATOR}",
+        end=deepseek.CALL_END,
+        make_arguments=make_json_arguments,
+        separator="",
+        opening=deepseek.CALLS_BEGIN,
+        closing=deepseek.CALLS_END,
+        trigger=deepseek.CALLS_BEGIN,
+        forbidden=(deepseek.CALL_BEGIN,),
+    ),
+    deepseek.TAGS,
+)
 _FAMILIES = {
-    family.name: family for family in (HERMES, QWEN3_CODER, LLAMA3_JSON, PYTHONIC, MISTRAL)
+    family.name: family
+    for family in (
+        HERMES,
+        QWEN3_CODER,
+        LLAMA3_JSON,
+        PYTHONIC,
+        MISTRAL,
+        DEEPSEEK_V3,
+        DEEPSEEK_V31,
+    )
+}
+# Names in other servers.
+_ALIASES = {
+    "deepseekv3": DEEPSEEK_V3,
+    "deepseekv31": DEEPSEEK_V31,
+    "llama3": LLAMA3_JSON,
+    "llama4_pythonic": PYTHONIC,
+    "qwen": HERMES,
+    "qwen25": HERMES,
+    "qwen3_xml": QWEN3_CODER,
 }
 # Texts by which a condensed template describes or writes its family's calls, most certain first.
 # Tags alone are not enough: many families use ``<tool_call>``, and Llama 4's template has the
@@ -119,6 +168,8 @@ _MARKS = (
     (PYTHONIC, re.compile(r"\[func_name1\(")),
     (LLAMA3_JSON, re.compile(r"\{name:functionname,parameters:")),
     (PYTHONIC, re.compile(re.escape(pythonic.START))),
+    (DEEPSEEK_V3, re.compile(f"{re.escape(deepseek.SEPARATOR)}.*{deepseek.FENCE}json")),
+    (DEEPSEEK_V31, re.compile(re.escape(deepseek.SEPARATOR))),
 )
 # Texts in templates of unknown families that share tags or phrases with known ones: GLM, Seed-OSS,
 # Apriel and Hunyuan, MiniMax, Nemotron, LFM2.
@@ -141,7 +192,7 @@ def find_tool_family(name: str, template: str) -> ToolFamily | None:
 
     For ``auto``, find the family whose calls the chat template describes; None if it is unknown.
     """
-    family = _FAMILIES.get(name)
+    family = _FAMILIES.get(name) or _ALIASES.get(name)
     if name == "auto" and not _is_foreign(template):
         condensed = _GLUE.sub("", template)
         family = next((kind for kind, mark in _MARKS if mark.search(condensed)), None)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _IN_STRING = re.compile(r'["\\]')
 _OUTSIDE = re.compile(r'["{}\[\]]')
+_OUTSIDE_OR_TAG = re.compile(r'["{}\[\]<]')
 _SCALAR = re.compile(r"[^\s,:;{}\[\]\"<]*")
 _MAX_SCALAR = 256
 # JSON's and Python's null, and no text at all.
@@ -26,13 +27,19 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _ESCAPE = 6
 
 
+class BrokenValueError(MalformedError):
+    """A call's arguments end inside a bracket."""
+
+
 class Nesting:
     """Tracks the depth of brackets in a JSON text, and whether the text is inside a string."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, stops_at_tags: bool = False) -> None:
+        """``stops_at_tags``: stop before ``<`` outside strings, too."""
         self.depth = 0
         self.in_string = False
         self._escaped = False
+        self._outside = _OUTSIDE_OR_TAG if stops_at_tags else _OUTSIDE
 
     def follow_text(self, text: str, at: int, end: int) -> int:
         """Continue from ``at`` to the end of the outermost bracket or string, or to ``end``."""
@@ -41,11 +48,13 @@ class Nesting:
                 self._escaped = False
                 at += 1
                 continue
-            match = (_IN_STRING if self.in_string else _OUTSIDE).search(text, at, end)
+            match = (_IN_STRING if self.in_string else self._outside).search(text, at, end)
             if match is None:
                 return end
-            at = match.end()
             char = match[0]
+            if char == "<":
+                return match.start()
+            at = match.end()
             if char == "\\":
                 self._escaped = True
             elif char == '"':
@@ -61,10 +70,15 @@ class Nesting:
         return self.depth <= 0 and not self.in_string
 
 
-def pass_value(source: Incoming, show: Callable[[str], None]) -> Steps[None]:
+def pass_value(
+    source: Incoming, show: Callable[[str], None], closers: Sequence[str] = ()
+) -> Steps[None]:
     """Show one value: brackets up to the closing one, a string, or a word.
 
-    Raises MalformedError if there is none.
+    Args:
+        closers: tags that end brackets even if some are open, unless they are inside a string.
+
+    Raises MalformedError if there is no value, and BrokenValueError before a closer.
     """
     first = yield from source.peek_character()
     if first not in ("{", "[", '"'):
@@ -73,11 +87,16 @@ def pass_value(source: Incoming, show: Callable[[str], None]) -> Steps[None]:
             raise MalformedError
         show(word)
         return
-    nesting = Nesting()
+    nesting = Nesting(stops_at_tags=bool(closers))
     while True:
         yield from source.require_text()
         end = nesting.follow_text(source.text, source.at, len(source.text))
-        show(source.read_characters(end - source.at))
+        if end > source.at:
+            show(source.read_characters(end - source.at))
+        elif (yield from source.is_followed_by(closers)):
+            raise BrokenValueError
+        else:
+            show(source.read_characters(1))
         if nesting.is_closed:
             return
 
@@ -138,16 +157,31 @@ def read_call(parser: CallParser, argument_keys: Sequence[str], known: bool = Fa
     parser.end_call()
 
 
-def pass_arguments(parser: CallParser, name: str) -> Steps[None]:
+def read_calls(parser: CallParser, argument_keys: Sequence[str]) -> Steps[None]:
+    """Read a JSON list of calls. The caller holds the text. Raises MalformedError."""
+    source = parser.source
+    yield from source.expect_tag("[")
+    while True:
+        yield from source.skip_space()
+        if (yield from source.read_one_of((",", "]"))) == "]":
+            source.take_held()
+            return
+        yield from source.skip_space()
+        yield from read_call(parser, argument_keys)
+        source.start_holding()
+
+
+def pass_arguments(parser: CallParser, name: str, closers: Sequence[str] = ()) -> Steps[None]:
     """Begin a call, and emit the next value as its arguments.
 
-    A string with a JSON object becomes this object. Raises MalformedError if there is no value.
+    A string with a JSON object becomes this object. Raises MalformedError if there is no value,
+    and BrokenValueError like :func:`pass_value`.
     """
     source, parts = parser.source, list[str]()
     first = yield from source.peek_character()
     if first in ("{", "["):
         parser.begin_call(name)
-        yield from pass_value(source, parser.emit_arguments)
+        yield from pass_value(source, parser.emit_arguments, closers)
     elif first == '"':
         parser.begin_call(name)
         try:
@@ -167,6 +201,22 @@ def pass_arguments(parser: CallParser, name: str) -> Steps[None]:
         parser.begin_call(name)
         parser.emit_arguments(arguments)
     parser.end_arguments()
+
+
+def pass_call(parser: CallParser, name: str, closers: Sequence[str]) -> Steps[None]:
+    """Emit a call whose arguments come next. The caller reads its closing tag.
+
+    Args:
+        closers: tags that end the call even inside brackets. Its arguments then stay incomplete.
+
+    Raises MalformedError if there is no value.
+    """
+    try:
+        yield from pass_arguments(parser, name, closers)
+    except BrokenValueError:
+        parser.leave_call()
+    else:
+        parser.end_call()
 
 
 def _unwrap_arguments(value: str) -> str:

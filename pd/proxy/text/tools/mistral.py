@@ -12,7 +12,7 @@ import re
 from typing import TYPE_CHECKING
 
 from pd.proxy.text.tools.incoming import MalformedError
-from pd.proxy.text.tools.json_text import pass_arguments, read_call
+from pd.proxy.text.tools.json_text import pass_arguments, read_call, read_calls
 from pd.proxy.text.tools.reader import CallParser, make_short_id
 
 if TYPE_CHECKING:
@@ -35,23 +35,11 @@ class MistralParser(CallParser):
             yield from source.skip_space()
             first = yield from source.peek_character()
             if first == "[":
-                yield from self._read_list()
+                yield from read_calls(self, ("arguments",))
             elif first == "{":
                 yield from read_call(self, ("arguments",))
             else:
                 yield from self._read_named()
-
-    def _read_list(self) -> Steps[None]:
-        source = self.source
-        yield from source.expect_tag("[")
-        while True:
-            yield from source.skip_space()
-            if (yield from source.read_one_of((",", "]"))) == "]":
-                source.take_held()
-                return
-            yield from source.skip_space()
-            yield from read_call(self, ("arguments",))
-            source.start_holding()
 
     def _read_named(self) -> Steps[None]:
         source = self.source

@@ -125,6 +125,10 @@ class CallParser(Reader):
 
     def end_call(self) -> None:
         self.end_arguments()
+        self.leave_call()
+
+    def leave_call(self) -> None:
+        """Leave a call whose arguments may be incomplete."""
         self.source.take_held()
         self._is_after_call = True
 

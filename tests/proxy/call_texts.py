@@ -1,0 +1,102 @@
+"""Texts with calls as models of each family write them, for the tests of their parsers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pd.proxy.text.tools.families import DEEPSEEK_V3, DEEPSEEK_V31, ToolFamily
+
+PARIS = {"city": "Paris"}
+Case = tuple[ToolFamily, str, str, list[tuple[str, Any]]]
+
+
+def deepseek(tag: str) -> str:
+    return f"<\uff5ctool\u2581{tag.replace(' ', chr(0x2581))}\uff5c>"
+
+
+BEGIN, END = deepseek("calls begin"), deepseek("calls end")
+CALL, CALL_END, SEP = deepseek("call begin"), deepseek("call end"), deepseek("sep")
+
+
+def deepseek_v3(name: str, arguments: str) -> str:
+    return f"{CALL}function{SEP}{name}\n```json\n{arguments}\n```{CALL_END}"
+
+
+def deepseek_v31(name: str, arguments: str) -> str:
+    return f"{CALL}{name}{SEP}{arguments}{CALL_END}"
+
+
+PARIS_TEXT = json.dumps(PARIS)
+CLOSERS = {"city": f"```{CALL_END}{END}"}
+CLOSERS_TEXT = json.dumps(CLOSERS, indent=2, ensure_ascii=False)
+
+# ---- family, text, content, calls
+REAL: list[Case] = [
+    (
+        DEEPSEEK_V3,
+        f"I look.{BEGIN}{deepseek_v3('get_weather', PARIS_TEXT)}\n"
+        f"{deepseek_v3('get-time', '{}')}{END}",
+        "I look.",
+        [("get_weather", PARIS), ("get-time", {})],
+    ),
+    (
+        DEEPSEEK_V3,
+        BEGIN
+        + deepseek_v3("get_weather", json.dumps(CLOSERS, indent=2, ensure_ascii=False))
+        + END
+        + "Done.",
+        "Done.",
+        [("get_weather", CLOSERS)],
+    ),
+    # R1, without the tags around all calls, or without those at the end.
+    (DEEPSEEK_V3, deepseek_v3("get-time", ""), "", [("get-time", {})]),
+    (DEEPSEEK_V3, f'{CALL}function{SEP}get-time\n{{"a": 1}}', "", [("get-time", {"a": 1})]),
+    (
+        DEEPSEEK_V31,
+        f"I look.{BEGIN}{deepseek_v31('get_weather', PARIS_TEXT)}"
+        f"{deepseek_v31('get-time', '')}{END}",
+        "I look.",
+        [("get_weather", PARIS), ("get-time", {})],
+    ),
+    (
+        DEEPSEEK_V31,
+        f"{BEGIN}{deepseek_v31('get_weather', CLOSERS_TEXT)} {END} Done.",
+        "Done.",
+        [("get_weather", CLOSERS)],
+    ),
+    (DEEPSEEK_V31, deepseek_v31("get-time", '"{\\"a\\": 1}"'), "", [("get-time", {"a": 1})]),
+]
+
+# Content, although it has tags.
+MALFORMED: list[tuple[ToolFamily, str]] = [
+    (DEEPSEEK_V3, f"{BEGIN}function{SEP}get-time\n```json\n{{}}\n```{END}"),
+    (DEEPSEEK_V3, f"{BEGIN}{CALL}function{SEP}get-time\n```json\n"),
+    (DEEPSEEK_V3, f"{BEGIN}{CALL}function{SEP}get-time\n```json\nno```"),
+    (DEEPSEEK_V31, f"{BEGIN}{CALL}a name{SEP}{{}}{CALL_END}{END}"),
+    (DEEPSEEK_V31, f"{BEGIN}{CALL}get-time"),
+    (DEEPSEEK_V31, f"the tag {END} ends calls {CALL[:-2]}"),
+]
+
+# Cut off inside a value: the arguments are ``{"city": "Pa``.
+CUT: list[tuple[ToolFamily, str]] = [
+    (DEEPSEEK_V3, f'{BEGIN}{CALL}function{SEP}get_weather\n```json\n{{"city": "Pa'),
+    (DEEPSEEK_V31, f'{BEGIN}{CALL}get_weather{SEP}{{"city": "Pa'),
+]
+
+# Calls of ``get_weather`` whose brackets stay open, and what is known of their arguments.
+BROKEN: list[tuple[ToolFamily, str, str]] = [
+    (DEEPSEEK_V3, deepseek_v3("get_weather", '{"city": "Paris"'), '{"city": "Paris"\n```'),
+    (DEEPSEEK_V31, deepseek_v31("get_weather", '{"city": [1, <b>'), '{"city": [1, <b>'),
+]
+
+# Texts that are meant to hurt.
+HOSTILE: list[tuple[ToolFamily, str]] = [
+    (DEEPSEEK_V3, BEGIN * 20_000),
+    (DEEPSEEK_V3, f"{CALL}f{SEP}" + "`" * 200_000),
+    (DEEPSEEK_V31, f"{CALL}f{SEP}{{" + "<" * 200_000),
+    (DEEPSEEK_V31, f"{CALL}f{SEP}{{" + CALL_END[:-1] * 20_000),
+]
+
+# Which words and values to make random texts of.
+BITS = {"```json", "```", "function", deepseek_v3("get-time", "{}"), f"{CALL}get_weather{SEP}"}
