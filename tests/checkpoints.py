@@ -43,6 +43,25 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 256,
 }
 _MOE = {"num_experts_per_tok": 2, "num_local_experts": 4}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 512,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.9,
+}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+}
 
 # What makes each architecture itself, beyond the shape they share.
 _SPECIFIC: dict[str, tuple[str, dict[str, Any]]] = {
@@ -55,6 +74,14 @@ _SPECIFIC: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": (
         "Qwen3MoeConfig",
         {**_MOE, "head_dim": 32, "moe_intermediate_size": 48, "norm_topk_prob": True},
+    ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        {**_LATENT, "q_lora_rank": None, "n_shared_experts": 2, "rope_parameters": _YARN},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {**_LATENT, "q_lora_rank": 40, "n_shared_experts": 1, "n_group": 4, "topk_group": 2},
     ),
 }
 ARCHITECTURES = tuple(_SPECIFIC)
@@ -107,6 +134,9 @@ def _randomize(model: torch.nn.Module, seed: int) -> None:
     Norms and biases are random too, so that ignoring one is noticed.
     """
     generator = torch.Generator().manual_seed(seed)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.uniform_(-0.2, 0.2, generator=generator)
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.uniform_(0.7, 1.3, generator=generator)

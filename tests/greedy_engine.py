@@ -14,6 +14,7 @@ from pd.engine.kv_pool import KVPool
 from pd.engine.model_runner import ModelRunner
 from pd.kernels.attention import make_attention_backend
 from pd.models.config_reader import read_model_config
+from pd.models.latent_attention import find_latent_shape
 from pd.models.loader import load_model
 
 if TYPE_CHECKING:
@@ -37,11 +38,12 @@ def make_runner(
     """
     config = read_model_config(path)
     model = load_model(path, config, dtype=getattr(torch, dtype), device=device)
-    layout = KVLayout.of_model(
-        config.num_layers, config.num_kv_heads, config.head_dim, dtype, page_size
-    )
+    layout = KVLayout((config.make_plane(dtype),), page_size)
     pool = KVPool(layout, num_tokens // page_size, device)
-    backend, last = (make_attention_backend(attention, pool, config.num_heads) for _ in range(2))
+    latent = find_latent_shape(config)
+    backend, last = (
+        make_attention_backend(attention, pool, config.num_heads, latent) for _ in range(2)
+    )
     runner = ModelRunner(model, pool, backend, last)
     if last_alone:
         runner.last_alone_from = 0

@@ -45,7 +45,9 @@ class Roofline:
         self._flops = ceiling.flops * num_gpus
         self._head = model.hidden_size * model.vocab_size
         # Bytes of one token's KV.
-        self._kv_bytes = 2 * model.num_kv_heads * model.head_dim * model.num_layers * width
+        vectors = 2 if model.latent is None else 1
+        row = model.num_kv_heads * model.head_dim * width
+        self._kv_bytes = vectors * row * model.num_layers
 
     def _weight_bytes(self, num_tokens: int) -> float:
         """Count the bytes of all weights that this many tokens use together."""
@@ -53,7 +55,7 @@ class Roofline:
         if model.num_experts:
             missed = 1 - model.num_experts_per_tok / model.num_experts
             experts = model.num_experts * (1 - missed**num_tokens)
-        return (model.num_layers * model.count_layer_weights(experts) + self._head) * self._width
+        return (model.count_weights(experts) + self._head) * self._width
 
     def _count_flops(self, num_tokens: int, num_pairs: float, num_logits: int) -> float:
         """Count floating-point operations; ``num_pairs`` counts queries with each of their keys."""

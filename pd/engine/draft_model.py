@@ -69,7 +69,11 @@ class DraftModel:
             torch.cuda.set_device(device)
         dtype = choose_kv_dtype(config.dtype, target.dtype, device)
         attention = find_attention_backend(
-            config.attention_backend, device, DTYPES[dtype], own.head_dim
+            config.attention_backend,
+            device,
+            DTYPES[dtype],
+            own.head_dim,
+            latent=own.latent is not None,
         )
         model = load_model(
             path,
@@ -79,13 +83,7 @@ class DraftModel:
             load_format=config.load_format,
             seed=config.seed,
         )
-        layout = KVLayout.of_model(
-            num_layers=own.num_layers,
-            num_kv_heads=own.num_kv_heads,
-            head_dim=own.head_dim,
-            dtype=dtype,
-            page_size=config.page_size,
-        )
+        layout = KVLayout((own.make_plane(dtype),), config.page_size)
         longest = find_context_length(config, target) + config.speculative_num_draft_tokens
         max_context = min(own.context_length, longest)
         sizes = choose_graph_sizes(config, device)

@@ -229,11 +229,16 @@ class Engine:
         context_length = find_context_length(config, model_config)
         # Look for the backend first, because loading the model may take minutes.
         attention = find_attention_backend(
-            config.attention_backend, device, DTYPES[dtype], model_config.head_dim
+            config.attention_backend,
+            device,
+            DTYPES[dtype],
+            model_config.head_dim,
+            latent=model_config.latent is not None,
         )
         head_shape = read_head_config(config, model_config)
         planes = [] if head_shape is None else [make_head_plane(head_shape, dtype)]
-        layout = _layout(config, model_config, dtype, tp.size, [*extra_planes, *planes])
+        all_planes = (model_config.make_plane(dtype), *extra_planes, *planes)
+        layout = KVLayout(all_planes, config.page_size, tp.size)
         part = layout.of_rank(tp.rank)
         model = _load(config, model_config, DTYPES[dtype], device, tp)
         head = load_head(config, model, model_config)
@@ -359,24 +364,6 @@ def find_context_length(config: NodeConfig, model_config: ModelConfig) -> int:
             f"--context-length {length} exceeds the model's {model_config.context_length}"
         )
     return length
-
-
-def _layout(
-    config: NodeConfig,
-    model_config: ModelConfig,
-    dtype: str,
-    tp_size: int,
-    extra_planes: Sequence[Plane],
-) -> KVLayout:
-    return KVLayout.of_model(
-        num_layers=model_config.num_layers,
-        num_kv_heads=model_config.num_kv_heads,
-        head_dim=model_config.head_dim,
-        dtype=dtype,
-        page_size=config.page_size,
-        tp_size=tp_size,
-        extra_planes=extra_planes,
-    )
 
 
 def _capture_graphs(

@@ -12,6 +12,7 @@ import torch
 from pd.engine.device_copy import to_device
 from pd.engine.forward_item import find_reread_rows, find_token_positions
 from pd.kernels.attention import AttentionBatch, PlannedAttention
+from pd.models.latent_attention import find_latent_shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -183,9 +184,9 @@ class ModelRunner:
     ) -> ModelRunner:
         """Make a runner with a backend of this class. With ``prompts`` it gets a second backend,
         for the wanted tokens in the last layer."""
-        heads = model.config.num_heads
-        last = attention(pool, heads) if prompts else None
-        return cls(model, pool, attention(pool, heads), last, eagle)
+        heads, latent = model.config.num_heads, find_latent_shape(model.config)
+        last = attention(pool, heads, latent) if prompts else None
+        return cls(model, pool, attention(pool, heads, latent), last, eagle)
 
     @property
     def takes_unread(self) -> bool:

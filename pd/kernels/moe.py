@@ -33,6 +33,51 @@ def route_tokens(
     return weights.to(router_logits.dtype), ids
 
 
+def route_in_groups(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    top_k: int,
+    *,
+    scores: str,
+    num_groups: int,
+    num_chosen_groups: int,
+    group_best: int,
+    normalize: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose the experts of each token as DeepSeek-V2 and V3 do: first groups of experts, then
+    experts in these groups.
+
+    Args:
+        logits: float32 ``[tokens, experts]``.
+        bias: float32 ``[experts]``, added to the scores for the choice but not for the weights;
+            None for none.
+        top_k: experts of a token, all within ``num_chosen_groups``.
+        scores: ``softmax`` over all experts, or ``sigmoid``.
+        num_groups: groups of equally many adjacent experts.
+        num_chosen_groups: groups of a token.
+        group_best: a group's score is the sum of this many of its best experts.
+        normalize: whether to scale the weights of a token to sum to 1.
+        scale: factor of all weights, in the end.
+
+    Returns:
+        weights float32 and ids int64, both ``[tokens, top_k]``.
+    """
+    scored = logits.sigmoid() if scores == "sigmoid" else logits.softmax(dim=-1)
+    choice = scored if bias is None else scored + bias
+    if num_groups > 1:
+        groups = choice.view(len(choice), num_groups, -1)
+        best = groups.topk(group_best, dim=-1).values.sum(dim=-1)
+        hidden = torch.ones_like(best, dtype=torch.bool)
+        hidden.scatter_(1, best.topk(num_chosen_groups, dim=-1).indices, False)
+        choice = groups.masked_fill(hidden[..., None], float("-inf")).flatten(1)
+    ids = choice.topk(top_k, dim=-1).indices
+    weights = scored.gather(1, ids)
+    if normalize:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    return weights * scale, ids
+
+
 def moe_mlp(
     x: torch.Tensor,
     weights: torch.Tensor,
@@ -44,7 +89,8 @@ def moe_mlp(
 
     Args:
         x: ``[tokens, hidden]``.
-        weights, ids: from :func:`route_tokens`. The ids of a token differ.
+        weights, ids: from :func:`route_tokens` or :func:`route_in_groups`. The ids of a token
+            differ.
         gate_up: ``[experts, 2 * size, hidden]``, gate then up, contiguous.
         down: ``[experts, hidden, size]``, contiguous.
 

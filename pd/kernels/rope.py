@@ -19,18 +19,29 @@ def inverse_frequencies(
     low_freq_factor: float = 1.0,
     high_freq_factor: float = 4.0,
     original_context: int = 8192,
+    beta_fast: float = 32.0,
+    beta_slow: float = 1.0,
+    truncate: bool = True,
 ) -> torch.Tensor:
     """Return the radians per token of each pair of dimensions, float32 ``[head_dim / 2]`` on the
     CPU.
 
     ``linear`` divides all by ``factor`` (Chen et al., 2023). ``llama3`` (Llama 3.1's release) keeps
     short wavelengths, divides long ones and blends between ``original_context / high_freq_factor``
-    and ``original_context / low_freq_factor`` tokens.
+    and ``original_context / low_freq_factor`` tokens. ``yarn`` (Peng et al., 2023) keeps
+    dimensions that rotate at least ``beta_fast`` times in ``original_context`` tokens, divides
+    those that rotate at most ``beta_slow`` times, and blends dimension by dimension between; with
+    ``truncate`` the bounds are whole dimensions. ``dynamic`` changes nothing within the context.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
     frequencies = 1.0 / (theta**exponents)
     if kind == "linear":
         return frequencies / factor
+    if kind == "yarn":
+        blend = _blend_dimensions(
+            head_dim, theta, original_context, (beta_fast, beta_slow), truncate
+        )
+        return frequencies / factor * blend + frequencies * (1 - blend)
     if kind != "llama3":
         return frequencies
     wavelengths = 2 * math.pi / frequencies
@@ -42,12 +53,33 @@ def inverse_frequencies(
     return torch.where(is_between, blended, scaled)
 
 
-def compute_rotations(positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+def _blend_dimensions(
+    head_dim: int, theta: float, context: int, rotations: tuple[float, float], truncate: bool
+) -> torch.Tensor:
+    """Return how far ``yarn`` divides each frequency: float32 ``[head_dim / 2]`` from 0 for not at
+    all to 1."""
+    low, high = (
+        head_dim * math.log(context / (count * 2 * math.pi)) / (2 * math.log(theta))
+        for count in rotations
+    )
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    pairs = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
+    return ((pairs - low) / (high - low)).clamp_(0, 1)
+
+
+def compute_rotations(
+    positions: torch.Tensor, frequencies: torch.Tensor, scale: float = 1.0
+) -> torch.Tensor:
     """Compute cosine and sine of each position's angles.
 
     Args:
         positions: int64 ``[tokens]``.
         frequencies: float32 ``[head_dim / 2]``, see :func:`inverse_frequencies`.
+        scale: factor of all results.
 
     Returns:
         float32 ``[2, tokens, 1, head_dim / 2]``, the same for every layer and head of a step.
@@ -55,17 +87,22 @@ def compute_rotations(positions: torch.Tensor, frequencies: torch.Tensor) -> tor
     if uses_triton(positions):
         from pd.kernels import rope_triton
 
-        return rope_triton.compute_rotations(positions, frequencies)
+        return rope_triton.compute_rotations(positions, frequencies, scale)
     angles = positions.to(torch.float32)[:, None, None] * frequencies
-    return torch.stack((angles.cos(), angles.sin()))
+    rotations = torch.stack((angles.cos(), angles.sin()))
+    return rotations if scale == 1.0 else rotations.mul_(scale)
 
 
-def apply_rope(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+def apply_rope(
+    x: torch.Tensor, cos_sin: torch.Tensor, *, interleaved: bool = False
+) -> torch.Tensor:
     """Rotate each head of each token.
 
     Args:
         x: ``[tokens, heads, head_dim]``; the last dimension contiguous.
         cos_sin: from :func:`compute_rotations`.
+        interleaved: whether neighbouring dimensions of ``x`` are a pair. In the result, the two
+            halves are pairs in any case, so rotate q and k alike.
 
     Returns:
         A new contiguous tensor like ``x``, computed in float32.
@@ -73,6 +110,8 @@ def apply_rope(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
     cos, sin = cos_sin[0], cos_sin[1]
     half = x.shape[-1] // 2
     first, second = x[..., :half], x[..., half:]
+    if interleaved:
+        first, second = x[..., ::2], x[..., 1::2]
     if x.dtype != torch.float32:
         first, second = first.float(), second.float()
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)

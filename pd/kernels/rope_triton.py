@@ -18,7 +18,7 @@ _HEADS = 8
 # Without this option the kernel would be compiled again for 1 token and for multiples of 16.
 @triton.jit(do_not_specialize=("tokens",))
 def _compute_rotations(
-    positions, frequencies, out, tokens, HALF: tl.constexpr, BLOCK: tl.constexpr
+    positions, frequencies, out, tokens, scale, HALF: tl.constexpr, BLOCK: tl.constexpr
 ):
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -26,17 +26,19 @@ def _compute_rotations(
     position = tl.load(positions + token).to(tl.float32)
     angles = position * tl.load(frequencies + columns, mask=mask, other=0.0)
     there = out + token * HALF + columns
-    tl.store(there, tl.cos(angles), mask=mask)
-    tl.store(there + tokens.to(tl.int64) * HALF, tl.sin(angles), mask=mask)
+    tl.store(there, tl.cos(angles) * scale, mask=mask)
+    tl.store(there + tokens.to(tl.int64) * HALF, tl.sin(angles) * scale, mask=mask)
 
 
-def compute_rotations(positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+def compute_rotations(
+    positions: torch.Tensor, frequencies: torch.Tensor, scale: float
+) -> torch.Tensor:
     """:func:`pd.kernels.rope.compute_rotations`."""
     tokens, half = len(positions), len(frequencies)
     out = torch.empty((2, tokens, 1, half), dtype=torch.float32, device=positions.device)
     if tokens:
         block = triton.next_power_of_2(half)
-        args = (positions, frequencies, out, tokens)
+        args = (positions, frequencies, out, tokens, scale)
         launch_kernel(
             _compute_rotations, (tokens,), out.device, *args, HALF=half, BLOCK=block, num_warps=1
         )

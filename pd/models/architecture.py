@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pd.models.causal_lm import CausalLM
     from pd.models.config import ModelConfig
     from pd.models.settings import Settings
@@ -28,12 +30,17 @@ class Architecture:
         default_eos: id that ends an answer if no file has the key, as in transformers.
         width_key: key of ``config.json`` for the width of the MLP, or of one expert.
         has_experts: whether the MLP is a sparse mixture of experts.
+        implemented: keys of ``config.json`` that :mod:`pd.models.refusals` refuses for other
+            architectures, but :meth:`adapt_config` represents.
+        neutral: values, by key, of further settings that change nothing. We refuse all others.
     """
 
     defaults: ClassVar[Settings] = {}
     default_eos: ClassVar[int | None] = 2
     width_key: ClassVar[str] = "intermediate_size"
     has_experts: ClassVar[bool] = False
+    implemented: ClassVar[frozenset[str]] = frozenset()
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
 
     def adapt_config(self, config: ModelConfig, cfg: Settings) -> ModelConfig:
         """Apply the particulars of this architecture.

@@ -9,17 +9,17 @@ from torch import nn
 from torch.nn import functional
 
 from pd.kernels.linear import linear, pack_weight
-from pd.kernels.rope import compute_rotations
 from pd.models.layers import (
     MLP,
     Attention,
+    AttentionLayer,
     GatedMLP,
     Linear,
     NamedPlaces,
     RMSNorm,
+    Rotary,
     SparseMoE,
     add_prefix,
-    compute_rope_frequencies,
     make_parameter,
 )
 from pd.models.tensor_parallel import SINGLE, TensorParallel, WeightDestination
@@ -38,7 +38,7 @@ class DecoderLayer(nn.Module):
     """Attention and an MLP. Each is normalized before it and added to the residual stream after
     it."""
 
-    def __init__(self, config: ModelConfig, attention: Attention, mlp: MLP) -> None:
+    def __init__(self, config: ModelConfig, attention: AttentionLayer, mlp: MLP) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.attention = attention
@@ -78,7 +78,7 @@ class DecoderLayer(nn.Module):
         yield from add_prefix(self.mlp.checkpoint_name, self.mlp.list_tensors())
 
 
-def make_default_mlp(config: ModelConfig, tp: TensorParallel) -> MLP:
+def make_default_mlp(config: ModelConfig, layer: int, tp: TensorParallel) -> MLP:
     """Make the MLP of one layer: a mixture of experts if the configuration has experts."""
     return SparseMoE(config, tp) if config.num_experts else GatedMLP(config, tp)
 
@@ -88,7 +88,7 @@ class CausalLM(nn.Module):
 
     Args:
         make_attention: makes the attention of one layer from configuration, index and ranks.
-        make_mlp: makes the MLP of one layer from configuration and ranks.
+        make_mlp: makes the MLP of one layer from configuration, index and ranks.
 
     Attributes:
         config: configuration of this rank's part
@@ -106,8 +106,8 @@ class CausalLM(nn.Module):
         config: ModelConfig,
         tp: TensorParallel = SINGLE,
         *,
-        make_attention: Callable[[ModelConfig, int, TensorParallel], Attention] = Attention,
-        make_mlp: Callable[[ModelConfig, TensorParallel], MLP] = make_default_mlp,
+        make_attention: Callable[[ModelConfig, int, TensorParallel], AttentionLayer] = Attention,
+        make_mlp: Callable[[ModelConfig, int, TensorParallel], MLP] = make_default_mlp,
     ) -> None:
         super().__init__()
         self.config, self.tp = config, tp
@@ -115,7 +115,7 @@ class CausalLM(nn.Module):
         self.aux_normed = False
         self.embedding = make_parameter(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, make_attention(config, layer, tp), make_mlp(config, tp))
+            DecoderLayer(config, make_attention(config, layer, tp), make_mlp(config, layer, tp))
             for layer in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -125,7 +125,7 @@ class CausalLM(nn.Module):
             self.head = self.embedding
         else:
             self.head = self.embedding[tp.slice_part(config.vocab_size)]
-        self._frequencies = compute_rope_frequencies(config).to(self.embedding.device)
+        self._rotary = Rotary(config, self.embedding.device)
 
     def forward(
         self,
@@ -151,7 +151,7 @@ class CausalLM(nn.Module):
         aux_layers = () if features is None else self.aux_layers
         end = len(self.layers)
         hidden = functional.embedding(token_ids, self.embedding)
-        cos_sin = compute_rotations(positions, self._frequencies)
+        cos_sin = self._rotary.compute_rotations(positions)
         update = None
         for index, layer in enumerate(self.layers):
             if features is not None and index in aux_layers:

@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from pd.core.errors import UnsupportedModelError, UsageError
-from pd.core.node_info import MAX_LAYERS
+from pd.core.node_info import MAX_LAYERS, MODEL_PLANE, Plane
+
+if TYPE_CHECKING:
+    from pd.core.node_info import DType
 
 
 @dataclass(frozen=True)
@@ -16,10 +20,17 @@ class RopeConfig:
 
     Attributes:
         theta: base of the geometric series of wavelengths.
-        type: ``default``, ``linear`` or ``llama3``.
-        factor: ``linear`` and ``llama3`` stretch wavelengths by it.
-        low_freq_factor, high_freq_factor, original_context: bounds between which ``llama3``
-            interpolates (see :func:`pd.kernels.rope.inverse_frequencies`).
+        type: ``default``, ``linear``, ``dynamic``, ``llama3`` or ``yarn``. ``dynamic`` changes
+            nothing, because it stretches only sequences longer than ``max_position_embeddings``,
+            and no sequence is longer.
+        factor: the other types than ``default`` stretch wavelengths by it.
+        low_freq_factor, high_freq_factor: bounds between which ``llama3`` interpolates, relative to
+            ``original_context`` (see :func:`pd.kernels.rope.inverse_frequencies`).
+        original_context: context before the stretching, in tokens.
+        beta_fast, beta_slow: bounds between which ``yarn`` interpolates, in rotations within
+            ``original_context``.
+        truncate: whether ``yarn`` rounds these bounds to whole dimensions.
+        attention_factor: factor of every cosine and sine.
     """
 
     theta: float = 10000.0
@@ -28,6 +39,62 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_context: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """Multi-head latent attention (MLA; DeepSeek-V2, 2024). The KV cache has one row per token and
+    layer: a latent, from which K and V of all heads follow, and a rotated part of K that all heads
+    share.
+
+    Attributes:
+        q_rank: width of the latent of queries; None if they are projected directly.
+        kv_rank: width of the latent of K and V.
+        nope_dim: size of a head's part of q and k without positions.
+        rope_dim: size of the rotated part.
+        value_dim: size of a head of V.
+        scale: factor of the scores.
+        interleaved: whether the rotation turns neighbouring dimensions, not the two halves.
+        norm_eps: epsilon of the norms of both latents.
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    scale: float
+    interleaved: bool = True
+    norm_eps: float = 1e-6
+
+    @property
+    def row_dim(self) -> int:
+        """Values of a row of the KV cache."""
+        return self.kv_rank + self.rope_dim
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """How a sparse mixture of experts chooses experts.
+
+    Attributes:
+        scores: ``softmax`` or ``sigmoid`` of the router's logits.
+        has_bias: whether a learned bias takes part in choosing experts, but not in their weights.
+        num_groups, num_chosen_groups: experts are chosen within the best groups of equal size.
+        group_best: a group's score is the sum of this many of its best experts.
+        scale: factor of the weights of routed experts.
+    """
+
+    scores: str = "softmax"
+    has_bias: bool = False
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    group_best: int = 1
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -40,12 +107,20 @@ class ModelConfig:
     Attributes:
         architecture: the ``model_type``, a key of :data:`pd.models.registry.ARCHITECTURES`.
         context_length: ``max_position_embeddings``, in tokens.
+        num_kv_heads, head_dim: of the rows that attention reads. Models with latent attention have
+            one head, as wide as a row of their cache.
         intermediate_size: width of the MLP, or of one expert if ``num_experts`` > 0.
         attention_bias: whether the q, k and v projections have biases.
         output_bias: whether the projection after attention has a bias.
         qk_norm: whether q and k are RMS-normalized per head before the rotation.
         num_experts: experts of a layer; 0 in a dense model.
         norm_topk_prob: whether the chosen experts' weights are scaled to sum to 1.
+        router: float32 router of DeepSeek's models; None for a softmax in the model's dtype.
+        num_shared_experts: experts that every token uses in addition to the chosen ones.
+        num_dense_layers: leading layers whose MLP is dense although ``num_experts`` > 0.
+        dense_size: width of the MLP of these layers.
+        latent: latent attention; None for grouped-query attention.
+        num_draft_layers: layers after the last one in the checkpoint, for drafts. We ignore them.
         dtype: dtype of the checkpoint (``float32``, ``bfloat16``, ``float16``, …) or None.
         eos_token_ids: ids that end an answer, from ``config.json``, ``generation_config.json`` and
             the tokenizer together, ascending. All are in the vocabulary.
@@ -71,6 +146,12 @@ class ModelConfig:
     num_experts: int = 0
     num_experts_per_tok: int = 0
     norm_topk_prob: bool = True
+    router: RouterConfig | None = None
+    num_shared_experts: int = 0
+    num_dense_layers: int = 0
+    dense_size: int = 0
+    latent: LatentConfig | None = None
+    num_draft_layers: int = 0
     dtype: str | None = None
     eos_token_ids: tuple[int, ...] = ()
     eos_problems: tuple[str, ...] = ()
@@ -81,20 +162,51 @@ class ModelConfig:
         """Floating-point operations to multiply a token with the layers' weights, two for each
         weight. In a mixture of experts these are the weights of the router and of the chosen
         experts."""
-        return int(2 * self.num_layers * self.count_layer_weights(self.num_experts_per_tok or 1))
+        return int(2 * self.count_weights(self.num_experts_per_tok or 1))
 
     @property
     def pair_flops(self) -> int:
         """Floating-point operations to attend from one token to one other, in all layers."""
+        if self.latent is not None:
+            widths = self.latent.row_dim + self.latent.kv_rank
+            return 2 * self.num_layers * self.num_heads * widths
         return 4 * self.num_layers * self.num_heads * self.head_dim
 
-    def count_layer_weights(self, num_experts: float) -> float:
-        """Count the weights of one layer's matrices with ``num_experts`` of its experts (1 in a
-        dense model)."""
-        heads, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        attention = 2 * self.hidden_size * (heads + kv)
+    @property
+    def rotary_dim(self) -> int:
+        """Size of the part of a head that the rotary embedding turns."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    def make_plane(self, dtype: DType) -> Plane:
+        """Make the plane of the KV pool for this model, with the heads of all ranks."""
+        vectors: Literal[1, 2] = 2 if self.latent is None else 1
+        return Plane(MODEL_PLANE, self.num_layers, self.num_kv_heads, self.head_dim, dtype, vectors)
+
+    def count_weights(self, num_experts: float) -> float:
+        """Count the weights of all layers' matrices with ``num_experts`` experts of each layer (1
+        in a dense model)."""
         mlp = 3 * self.hidden_size * self.intermediate_size
-        return attention + self.hidden_size * self.num_experts + num_experts * mlp
+        router = self.hidden_size * self.num_experts
+        experts = router + (num_experts + self.num_shared_experts) * mlp
+        dense = 3 * self.hidden_size * self.dense_size
+        num_sparse = self.num_layers - self.num_dense_layers
+        attention = self.num_layers * self._count_attention_weights()
+        return attention + num_sparse * experts + self.num_dense_layers * dense
+
+    def _count_attention_weights(self) -> int:
+        """Count the weights of one layer's attention."""
+        if self.latent is None:
+            heads, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+            return 2 * self.hidden_size * (heads + kv)
+        latent = self.latent
+        queries = self.num_heads * (latent.nope_dim + latent.rope_dim)
+        kv = self.num_heads * (latent.nope_dim + latent.value_dim)
+        if latent.q_rank is None:
+            query = self.hidden_size * queries
+        else:
+            query = (self.hidden_size + queries) * latent.q_rank
+        output = self.num_heads * latent.value_dim * self.hidden_size
+        return query + self.hidden_size * latent.row_dim + kv * latent.kv_rank + output
 
     def check_shape(self, has_experts: bool) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -106,11 +218,32 @@ class ModelConfig:
             raise UnsupportedModelError(
                 f"num_hidden_layers {self.num_layers} is more than {MAX_LAYERS}"
             )
-        if self.head_dim % 2:
-            raise UnsupportedModelError(f"head_dim {self.head_dim} is odd")
+        if self.rotary_dim % 2:
+            name = "head_dim" if self.latent is None else "qk_rope_head_dim"
+            raise UnsupportedModelError(f"{name} {self.rotary_dim} is odd")
         if has_experts and not 1 <= self.num_experts_per_tok <= self.num_experts:
             raise UnsupportedModelError(
                 f"num_experts_per_tok {self.num_experts_per_tok} of {self.num_experts} experts"
+            )
+        if self.router is not None:
+            self._check_groups(self.router)
+
+    def _check_groups(self, router: RouterConfig) -> None:
+        """Raise UnsupportedModelError unless the chosen groups have enough experts."""
+        size, rest = divmod(self.num_experts, router.num_groups)
+        if rest or size < router.group_best:
+            raise UnsupportedModelError(
+                f"n_group {router.num_groups} does not divide {self.num_experts} experts into "
+                f"groups of at least {router.group_best}"
+            )
+        if not 1 <= router.num_chosen_groups <= router.num_groups:
+            raise UnsupportedModelError(
+                f"topk_group {router.num_chosen_groups} of n_group {router.num_groups}"
+            )
+        if router.num_chosen_groups * size < self.num_experts_per_tok:
+            raise UnsupportedModelError(
+                f"num_experts_per_tok {self.num_experts_per_tok}, but topk_group "
+                f"{router.num_chosen_groups} leaves {router.num_chosen_groups * size} experts"
             )
 
     def split_by_ranks(self, tp_size: int) -> ModelConfig:
@@ -120,13 +253,14 @@ class ModelConfig:
         Raises:
             UsageError: ``tp_size`` does not divide one of these numbers.
         """
-        for name in ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size"):
-            value = getattr(self, name)
+        names = ["num_heads", "num_kv_heads", "intermediate_size", "dense_size", "vocab_size"]
+        if self.latent is not None:
+            names.remove("num_kv_heads")  # every rank has all latents
+        sizes = {name: getattr(self, name) for name in names}
+        for name, value in sizes.items():
             if value % tp_size:
                 raise UsageError(f"--tp-size {tp_size} does not divide the model's {name} {value}")
+        del sizes["vocab_size"]
         return dataclasses.replace(
-            self,
-            num_heads=self.num_heads // tp_size,
-            num_kv_heads=self.num_kv_heads // tp_size,
-            intermediate_size=self.intermediate_size // tp_size,
+            self, **{name: value // tp_size for name, value in sizes.items()}
         )

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 from pd.core.errors import UsageError
 from pd.models.checkpoint import find_checkpoint
 from pd.models.checkpoint_tokenizer import NO_TOKENIZER, TokenizerFiles, read_tokenizer
-from pd.models.config import ModelConfig, RopeConfig
+from pd.models.config import ModelConfig
 from pd.models.endings import find_endings
-from pd.models.refusals import ROPE_TYPES, check_supported, get_rope_type
+from pd.models.refusals import check_supported
 from pd.models.registry import find_architecture, find_model_type
+from pd.models.rope_reader import read_context_length, read_rope
 from pd.models.settings import (
-    get_mapping,
     get_number,
     get_positive_int,
     get_positive_int_or,
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pd.models.settings import Settings
-
-_ORIGINAL_CONTEXT = "original_max_position_embeddings"
 
 
 def read_model_config(path: str | Path) -> ModelConfig:
@@ -78,9 +76,9 @@ def parse_model_config(
         num_kv_heads=get_positive_int_or(cfg, "num_key_value_heads", heads),
         head_dim=get_positive_int_or(cfg, "head_dim", hidden // heads),
         intermediate_size=get_positive_int(cfg, architecture.width_key),
-        context_length=get_positive_int(cfg, "max_position_embeddings"),
+        context_length=read_context_length(cfg),
         rms_norm_eps=get_number(cfg, "rms_norm_eps", 1e-6),
-        rope=_read_rope(cfg),
+        rope=read_rope(cfg),
         tie_word_embeddings=bool(cfg.get("tie_word_embeddings", False)),
         num_experts=_read_num_experts(cfg) if architecture.has_experts else 0,
         num_experts_per_tok=(
@@ -98,36 +96,11 @@ def parse_model_config(
 
 def _read_num_experts(cfg: Settings) -> int:
     """Read the number of experts. transformers 5 writes ``num_local_experts`` where version 4 wrote
-    ``num_experts``."""
-    value = cfg.get("num_local_experts", cfg.get("num_experts"))
-    return get_positive_int({"num_experts": value}, "num_experts") if value else 0
-
-
-def _read_rope(cfg: Settings) -> RopeConfig:
-    """Read the rotary embedding. Version 5 keeps everything in ``rope_parameters``; version 4
-    separates ``rope_theta`` from ``rope_scaling``."""
-    rope = get_mapping(cfg, "rope_parameters", "rope_scaling")
-    theta = get_number(rope, "rope_theta") or get_number(cfg, "rope_theta") or 10000.0
-    kind = get_rope_type(rope, "rope_parameters")
-    missing = [key for key in ROPE_TYPES[kind] if not isinstance(rope.get(key), int | float)]
-    if missing:
-        raise UsageError(f"config.json: rope type {kind!r} needs a number for {missing[0]!r}")
-    if kind == "default":
-        return RopeConfig(theta)
-    if kind == "linear":
-        return RopeConfig(theta, kind, get_number(rope, "factor"))
-    context, original = get_positive_int(cfg, "max_position_embeddings"), _ORIGINAL_CONTEXT
-    return RopeConfig(
-        theta,
-        kind,
-        factor=get_number(rope, "factor"),
-        low_freq_factor=get_number(rope, "low_freq_factor"),
-        high_freq_factor=get_number(rope, "high_freq_factor"),
-        # As in transformers, the key of the file overrides that of the rope setting.
-        original_context=get_positive_int_or(
-            cfg, original, get_positive_int_or(rope, original, context)
-        ),
-    )
+    ``num_experts``; DeepSeek's name is ``n_routed_experts``."""
+    for name in ("num_local_experts", "num_experts", "n_routed_experts"):
+        if cfg.get(name):
+            return get_positive_int(cfg, name)
+    return 0
 
 
 def read_draft_config(path: Path, target: ModelConfig) -> ModelConfig:

@@ -18,7 +18,7 @@ from pd.core.errors import UsageError
 from pd.kernels.draft_tensors import Norms, States
 from pd.kernels.drafting import join_states
 from pd.kernels.linear import linear, pack_weight
-from pd.kernels.rope import compute_rotations, rotate_and_store
+from pd.kernels.rope import rotate_and_store
 from pd.models.causal_lm import HEAD
 from pd.models.checkpoint import find_checkpoint
 from pd.models.eagle_config import EAGLE3
@@ -28,8 +28,8 @@ from pd.models.layers import (
     Linear,
     NamedPlaces,
     RMSNorm,
+    Rotary,
     add_prefix,
-    compute_rope_frequencies,
     make_parameter,
 )
 from pd.models.loader import fill_weights, list_shards, open_shard
@@ -136,7 +136,7 @@ class EagleHead(nn.Module):
             make_parameter(config.draft_vocab_size, hidden) if head is None else head.detach()
         )
         self.target_ids = None
-        self._frequencies = compute_rope_frequencies(layer).to(self.embedding.device)
+        self._rotary = Rotary(layer, self.embedding.device)
 
     @abstractmethod
     def fuse_features(self, features: torch.Tensor) -> torch.Tensor:
@@ -176,9 +176,7 @@ class EagleHead(nn.Module):
             slots: int64 ``[tokens]``.
         """
         x, _ = self._join_inputs(token_ids, fused)
-        self.attention.write_kv(
-            x, compute_rotations(positions, self._frequencies), keys, values, slots
-        )
+        self.attention.write_kv(x, self._rotary.compute_rotations(positions), keys, values, slots)
 
     def forward(
         self,
@@ -201,7 +199,7 @@ class EagleHead(nn.Module):
             dtype.
         """
         x, residual = self._join_inputs(token_ids, States.from_rows(fused))
-        attended = self.attention(x, compute_rotations(positions, self._frequencies), attention)
+        attended = self.attention(x, self._rotary.compute_rotations(positions), attention)
         if residual is None:
             residual = fused + attended
             normed = self.mlp_norm(residual)

@@ -22,7 +22,7 @@ from torch import nn
 from pd.kernels.linear import gate_up_silu, linear, pack_weight
 from pd.kernels.moe import moe_mlp, route_tokens
 from pd.kernels.norm import add_rms_norm, rms_norm
-from pd.kernels.rope import inverse_frequencies, rotate_and_store
+from pd.kernels.rope import compute_rotations, inverse_frequencies, rotate_and_store
 from pd.models.tensor_parallel import TensorParallel, WeightDestination
 
 if TYPE_CHECKING:
@@ -37,19 +37,28 @@ def make_parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape), requires_grad=False)
 
 
-def compute_rope_frequencies(config: ModelConfig) -> torch.Tensor:
-    """Return the rotary frequencies of a model's heads, on the CPU; see
-    :func:`pd.kernels.rope.inverse_frequencies`."""
-    rope = config.rope
-    return inverse_frequencies(
-        config.head_dim,
-        rope.theta,
-        rope.type,
-        rope.factor,
-        rope.low_freq_factor,
-        rope.high_freq_factor,
-        rope.original_context,
-    )
+class Rotary:
+    """Rotary positions of a model's heads, on one device."""
+
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        rope = config.rope
+        self._scale = rope.attention_factor
+        self._frequencies = inverse_frequencies(
+            config.rotary_dim,
+            rope.theta,
+            rope.type,
+            rope.factor,
+            rope.low_freq_factor,
+            rope.high_freq_factor,
+            rope.original_context,
+            rope.beta_fast,
+            rope.beta_slow,
+            rope.truncate,
+        ).to(device)
+
+    def compute_rotations(self, positions: torch.Tensor) -> torch.Tensor:
+        """See :func:`pd.kernels.rope.compute_rotations`."""
+        return compute_rotations(positions, self._frequencies, self._scale)
 
 
 class Linear(nn.Module):
@@ -98,7 +107,11 @@ class ReducedLinear(Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[tokens, input_size]`` to ``[tokens, output_size]``, the same on all ranks."""
-        return self._tp.all_reduce(super().forward(x))
+        return self._tp.all_reduce(self.compute_part(x))
+
+    def compute_part(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute this rank's summand of :meth:`forward`."""
+        return super().forward(x)
 
     def prepare_weights(self) -> None:
         if self.bias is not None and self._tp.rank > 0:
@@ -132,7 +145,34 @@ class RMSNorm(nn.Module):
         yield "weight", WeightDestination(self.weight)
 
 
-class Attention(nn.Module):
+class AttentionLayer(nn.Module):
+    """Base class of the first half of a layer."""
+
+    @abstractmethod
+    def forward(
+        self,
+        x: torch.Tensor,
+        cos_sin: torch.Tensor,
+        attention: PlannedAttention,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write the cache of all tokens, and attend them.
+
+        Args:
+            x: ``[tokens, hidden_size]``.
+            cos_sin: from :meth:`Rotary.compute_rotations`.
+            rows: int64, tokens to attend; None for all.
+
+        Returns:
+            ``[rows, hidden_size]``, the same on all ranks.
+        """
+
+    @abstractmethod
+    def list_tensors(self) -> NamedPlaces:
+        """List the weights: names below ``self_attn`` in a checkpoint, and the memory of each."""
+
+
+class Attention(AttentionLayer):
     """Grouped-query attention with rotary positions over the paged pool.
 
     Args:
@@ -220,17 +260,25 @@ class MLP(nn.Module):
 
 
 class GatedMLP(MLP):
-    """``down(silu(gate(x)) * up(x))``."""
+    """``down(silu(gate(x)) * up(x))``.
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
+    Args:
+        size: width of the rank's part; None for that of the configuration.
+    """
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel, size: int | None = None) -> None:
         super().__init__()
-        size = config.intermediate_size
+        size = config.intermediate_size if size is None else size
         gate_up = {"gate_proj": size, "up_proj": size}
         self.gate_up = Linear(gate_up, config.hidden_size, config.mlp_bias, split=True)
         self.down = ReducedLinear("down_proj", config.hidden_size, size, config.mlp_bias, tp)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down.forward(gate_up_silu(x, self.gate_up.weight, self.gate_up.bias))
+
+    def compute_part(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute this rank's summand of :meth:`forward`."""
+        return self.down.compute_part(gate_up_silu(x, self.gate_up.weight, self.gate_up.bias))
 
     def list_tensors(self) -> NamedPlaces:
         yield from self.gate_up.list_tensors()
@@ -249,37 +297,55 @@ class ExpertNames(NamedTuple):
 PLAIN_NAMES = ExpertNames()
 
 
+class Experts(nn.Module):
+    """The gated MLPs of a mixture. Each rank has a part of every expert."""
+
+    def __init__(self, config: ModelConfig, names: ExpertNames = PLAIN_NAMES) -> None:
+        super().__init__()
+        self._names = names
+        experts, hidden, size = config.num_experts, config.hidden_size, config.intermediate_size
+        self.gate_up = make_parameter(experts, 2 * size, hidden)
+        self.down = make_parameter(experts, hidden, size)
+
+    def compute_part(
+        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute this rank's summand of :func:`pd.kernels.moe.moe_mlp`."""
+        return moe_mlp(x, weights, ids, self.gate_up, self.down)
+
+    def list_tensors(self) -> NamedPlaces:
+        for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
+            gate, up = gate_up.chunk(2)
+            yield f"experts.{expert}.{self._names.gate}.weight", WeightDestination(gate, 0)
+            yield f"experts.{expert}.{self._names.up}.weight", WeightDestination(up, 0)
+            yield f"experts.{expert}.{self._names.down}.weight", WeightDestination(down, 1)
+
+
 class SparseMoE(MLP):
     """A router and gated MLPs. Each token uses ``num_experts_per_tok`` of them.
 
     Router probabilities are a softmax over all experts. With ``norm_topk_prob`` the chosen ones are
-    scaled to sum to 1, which equals a softmax over the chosen experts alone. Each rank has a part
-    of every expert, and its own copy of the router.
+    scaled to sum to 1, which equals a softmax over the chosen experts alone. Each rank has its own
+    copy of the router.
     """
 
     def __init__(
         self, config: ModelConfig, tp: TensorParallel, names: ExpertNames = PLAIN_NAMES
     ) -> None:
         super().__init__()
-        self._tp, self._names = tp, names
+        self._tp = tp
         self.checkpoint_name = names.mlp
         self._top_k, self._normalize = config.num_experts_per_tok, config.norm_topk_prob
-        experts, hidden, size = config.num_experts, config.hidden_size, config.intermediate_size
-        self.router = Linear({"gate": experts}, hidden)
-        self.gate_up = make_parameter(experts, 2 * size, hidden)
-        self.down = make_parameter(experts, hidden, size)
+        self.router = Linear({"gate": config.num_experts}, config.hidden_size)
+        self.experts = Experts(config, names)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights, experts = route_tokens(self.router(x), self._top_k, self._normalize)
-        return self._tp.all_reduce(moe_mlp(x, weights, experts, self.gate_up, self.down))
+        weights, ids = route_tokens(self.router(x), self._top_k, self._normalize)
+        return self._tp.all_reduce(self.experts.compute_part(x, weights, ids))
 
     def list_tensors(self) -> NamedPlaces:
         yield from self.router.list_tensors()
-        for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
-            gate, up = gate_up.chunk(2)
-            yield f"experts.{expert}.{self._names.gate}.weight", WeightDestination(gate, 0)
-            yield f"experts.{expert}.{self._names.up}.weight", WeightDestination(up, 0)
-            yield f"experts.{expert}.{self._names.down}.weight", WeightDestination(down, 1)
+        yield from self.experts.list_tensors()
 
 
 def add_prefix(prefix: str, places: NamedPlaces) -> NamedPlaces:

@@ -89,7 +89,12 @@ def load_model(
             torch.set_default_dtype(previous)
     tied = model.config.tie_word_embeddings
 
-    def is_tied_head(name: str, stored: Stored, shard: Path) -> bool:
+    ends = [config.num_layers + i for i in range(config.num_draft_layers)]
+    ignored = tuple(f"model.layers.{layer}." for layer in ends)
+
+    def is_known(name: str, stored: Stored, shard: Path) -> bool:
+        if name.startswith(ignored):
+            return True
         if name != HEAD or not tied:
             return False
         _check_tied(stored.get_tensor(name), shard.parent)
@@ -98,7 +103,7 @@ def load_model(
     # NOTE: prepare_weights() frees weights as it goes, so nothing else may refer to their memory by
     # then.
     places = dict(model.list_tensors())
-    fill_weights(places, path, load_format, seed, progress, tp, is_tied_head)
+    fill_weights(places, path, load_format, seed, progress, tp, is_known)
     del places
     model.prepare_weights()
     return model.eval()

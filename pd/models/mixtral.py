@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, ClassVar
 
 from pd.models.architecture import Architecture
@@ -32,4 +31,4 @@ class Mixtral(Architecture):
         from pd.models.layers import ExpertNames, SparseMoE
 
         names = ExpertNames(mlp="block_sparse_moe", gate="w1", up="w3", down="w2")
-        return CausalLM(config, tp, make_mlp=functools.partial(SparseMoE, names=names))
+        return CausalLM(config, tp, make_mlp=lambda config, _, tp: SparseMoE(config, tp, names))

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
+    "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
 }
 
 # Harmless values of settings; None stands for null or absent. Most of these settings belong to
@@ -53,8 +55,10 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "num_shared_experts": (None, 0),
     "shared_expert_intermediate_size": (None, 0),
     "first_k_dense_replace": (None, 0),
+    "moe_layer_freq": (None, 1),
     "n_group": (None, 0, 1),
     "scoring_func": (None, "softmax"),
+    "topk_method": (None, "greedy"),
     "routed_scaling_factor": (None, 1, 1.0),
     "per_layer_config": (None, {}),
     "is_encoder_decoder": (None, False),
@@ -69,7 +73,8 @@ def check_supported(architecture: Architecture, cfg: Settings) -> None:
     Args:
         architecture: its ``uses_window`` decides whether ``sliding_window`` matters.
     """
-    check_neutral(cfg, _NEUTRAL)
+    neutral = {k: v for k, v in _NEUTRAL.items() if k not in architecture.implemented}
+    check_neutral(cfg, {**neutral, **architecture.neutral})
     _check_rope(cfg)
     _check_window(architecture, cfg)
 

@@ -33,6 +33,9 @@ ARCHITECTURES: dict[str, ListedArchitecture] = {
     "qwen3": ListedArchitecture("Qwen3ForCausalLM", "pd.models.qwen3:Qwen3"),
     "mixtral": ListedArchitecture("MixtralForCausalLM", "pd.models.mixtral:Mixtral"),
     "qwen3_moe": ListedArchitecture("Qwen3MoeForCausalLM", "pd.models.qwen3_moe:Qwen3Moe"),
+    "deepseek_v2": ListedArchitecture("DeepseekV2ForCausalLM", "pd.models.deepseek_v2:DeepseekV2"),
+    "deepseek_v3": ListedArchitecture("DeepseekV3ForCausalLM", "pd.models.deepseek_v3:DeepseekV3"),
+    "kimi_k2": ListedArchitecture("DeepseekV3ForCausalLM", "pd.models.deepseek_v3:DeepseekV3"),
 }
 
 

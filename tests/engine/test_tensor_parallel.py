@@ -27,6 +27,7 @@ from pd.engine.model_runner import ModelRunner
 from pd.engine.tensor_parallel.messages import ForwardStep
 from pd.kernels.attention import make_attention_backend
 from pd.models.config_reader import read_model_config
+from pd.models.latent_attention import find_latent_shape
 from pd.models.loader import load_model
 from pd.models.tensor_parallel import SINGLE, TensorParallel
 
@@ -77,11 +78,10 @@ class Rank(TensorParallel):
 def make_runner(path: Path, tp: TensorParallel, **settings: Any) -> ModelRunner:
     config = read_model_config(path)
     model = load_model(path, config, dtype=torch.float32, device="cpu", tp=tp, **settings)
-    layout = KVLayout.of_model(
-        config.num_layers, model.config.num_kv_heads, config.head_dim, "float32", page_size=16
-    )
+    layout = KVLayout((model.config.make_plane("float32"),), page_size=16)
     pool = KVPool(layout, 128, "cpu")
-    attention = make_attention_backend("auto", pool, model.config.num_heads)
+    latent = find_latent_shape(config)
+    attention = make_attention_backend("auto", pool, model.config.num_heads, latent)
     return ModelRunner(model, pool, attention)
 
 
@@ -124,7 +124,9 @@ class TestParity:
 
 class TestWeights:
     @pytest.mark.parametrize("load_format", ["auto", "dummy"])
-    @pytest.mark.parametrize("architecture", ["llama2", "llama3", "mixtral", "qwen3_moe"])
+    @pytest.mark.parametrize(
+        "architecture", ["llama2", "llama3", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3"]
+    )
     def test_ranks_divide_the_same_weights(
         self,
         checkpoint: Checkpoint,

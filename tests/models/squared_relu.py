@@ -31,7 +31,7 @@ class SquaredRelu(Architecture):
 class SquaredReluMLP(MLP):
     checkpoint_name = "ffn"
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
+    def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel) -> None:
         super().__init__()
         hidden, size = config.hidden_size, config.intermediate_size
         self.up = Linear({"up": size}, hidden, split=True)

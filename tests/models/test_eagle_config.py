@@ -166,7 +166,7 @@ class TestRefusals:
             (SGLANG_EAGLE3, "tie_word_embeddings", True),
             (SGLANG_EAGLE3, "quantization_config", {"bits": 4}),
             (SGLANG_EAGLE3, "hidden_act", "gelu"),
-            (SGLANG_EAGLE3, "rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
+            (SGLANG_EAGLE3, "rope_scaling", {"rope_type": "longrope", "factor": 4.0}),
             (SGLANG_EAGLE3, "rope_scaling", {"rope_type": "default", "mrope_section": [16, 24]}),
             (SPECULATORS, "speculators_model_type", "eagle"),
         ],

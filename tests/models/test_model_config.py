@@ -195,8 +195,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         },
         "rope_scaling beside another rope_parameters",
     ),
-    ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'"),
-    ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
     ("qwen2", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "'longrope'"),
     ("qwen2", {"rope_scaling": {"type": "mrope", "mrope_section": [1, 2]}}, "'mrope'"),
     ("qwen3", {"rope_scaling": {"rope_type": "made-up"}}, "'made-up'"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
+
+    from pd.kernels.latent import LatentHeads
 
 IntArray = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -35,6 +37,19 @@ class PagedKV(Protocol):
 
     def get_values(self, layer: int) -> torch.Tensor:
         """Return the values of a layer, contiguous ``[slots, kv_heads, head_dim]``."""
+
+
+class LatentShape(NamedTuple):
+    """Attention to rows of latents (:mod:`pd.kernels.latent`). The pool has one row per token: the
+    key of its single head. The beginning of the row is the value.
+
+    Attributes:
+        value_dim: values of a row that are the value.
+        scale: factor of the scores.
+    """
+
+    value_dim: int
+    scale: float
 
 
 @dataclass(frozen=True)
@@ -102,8 +117,25 @@ class PlannedAttention(ABC):
                 already in the pool.
 
         Returns:
-            ``[tokens, heads, head_dim]``, contiguous: softmax(q·kᵀ / √head_dim)·v.
+            ``[tokens, heads, head_dim]``, contiguous: softmax(q·kᵀ / √head_dim)·v. With a
+            :class:`LatentShape` it has its ``value_dim`` instead of ``head_dim``, and its scale.
         """
+
+    def attend_latents(
+        self, layer: int, q: torch.Tensor, rows: torch.Tensor, heads: LatentHeads
+    ) -> torch.Tensor:
+        """Attend to the rows of latents that each token sees, in the absorbed form.
+
+        Args:
+            q: ``[tokens, heads, nope_dim + rope_dim]``, rotated.
+            rows: rows of the new tokens, contiguous ``[tokens, 1, row_dim]``; already in the pool.
+            heads: the layer's weights.
+
+        Returns:
+            ``[tokens, heads, value_dim]`` with the value of each head.
+        """
+        latents = rows[..., : heads.kv_rank]
+        return heads.expand_values(self.attend(layer, heads.absorb_queries(q), rows, latents))
 
 
 class DecodeAttention(PlannedAttention):
@@ -253,8 +285,13 @@ class AttentionBackend(PlannedAttention):
     scratch_bytes = 0
 
     @abstractmethod
-    def __init__(self, pool: PagedKV, num_heads: int) -> None:
-        """``num_heads``: query heads of the model, a multiple of the pool's heads."""
+    def __init__(self, pool: PagedKV, num_heads: int, latent: LatentShape | None = None) -> None:
+        """Set up the backend.
+
+        Args:
+            num_heads: query heads of the model, a multiple of the pool's heads.
+            latent: set if the pool has rows of latents instead of K and V.
+        """
 
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> None:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from pd.kernels.attention.base import (
         DecodeAttention,
         DraftAttention,
+        LatentShape,
         MixedAttention,
         PagedKV,
         VerifyAttention,
@@ -25,8 +26,8 @@ class FastestAttention(FlashInferAttention):
 
     name = "flashinfer+triton"
 
-    def __init__(self, pool: PagedKV, num_heads: int) -> None:
-        super().__init__(pool, num_heads)
+    def __init__(self, pool: PagedKV, num_heads: int, latent: LatentShape | None = None) -> None:
+        super().__init__(pool, num_heads, latent)
         self._triton = TritonAttention(pool, num_heads)
 
     def make_decode_graph(self, rows: int, max_context: int) -> DecodeAttention:

@@ -24,6 +24,7 @@ from pd.kernels.attention.base import (
     ChunkAttention,
     DecodeAttention,
     Int64Array,
+    LatentShape,
     PagedKV,
 )
 from pd.kernels.attention.flashinfer_graphs import (
@@ -70,7 +71,8 @@ class FlashInferAttention(AttentionBackend):
 
     name = "flashinfer"
 
-    def __init__(self, pool: PagedKV, num_heads: int) -> None:
+    def __init__(self, pool: PagedKV, num_heads: int, latent: LatentShape | None = None) -> None:
+        assert latent is None, "the table of backends says so"
         self.pool = pool
         self._resources = resources = FlashInferResources(pool, num_heads)
         _, kv_heads, head_dim = resources.heads

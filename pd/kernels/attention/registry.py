@@ -11,7 +11,7 @@ import torch
 from pd.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from pd.kernels.attention.base import AttentionBackend, PagedKV
+    from pd.kernels.attention.base import AttentionBackend, LatentShape, PagedKV
 
 
 class ListedBackend(NamedTuple):
@@ -23,12 +23,14 @@ class ListedBackend(NamedTuple):
         library: Python package that it needs, along with a GPU; empty for a backend that works
             everywhere.
         dtypes, head_dims: the supported ones; empty if all are.
+        has_latents: whether it attends to rows of latents, too.
     """
 
     location: str
     library: str = ""
     dtypes: tuple[torch.dtype, ...] = ()
     head_dims: tuple[int, ...] = ()
+    has_latents: bool = False
 
 
 # The best comes first. ``pd.core.config.ATTENTION_BACKENDS`` has the same names for the command
@@ -43,22 +45,26 @@ BACKENDS: dict[str, ListedBackend] = {
     "triton": ListedBackend(
         "pd.kernels.attention.triton_backend:TritonAttention", library="triton"
     ),
-    "torch": ListedBackend("pd.kernels.attention.torch_backend:TorchAttention"),
+    "torch": ListedBackend("pd.kernels.attention.torch_backend:TorchAttention", has_latents=True),
 }
 # Chosen by ``auto`` if FlashInfer and Triton are both usable.
 _FASTEST = ListedBackend("pd.kernels.attention.fastest:FastestAttention")
 
 
 def find_attention_backend(
-    name: str, device: torch.device, dtype: torch.dtype, head_dim: int
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, latent: bool = False
 ) -> type[AttentionBackend]:
     """Return the class called ``name``; ``auto`` picks the best that is available and fits.
+
+    Args:
+        latent: whether the pool has rows of latents.
 
     Raises:
         UsageError: the backend is missing or does not fit; the message names alternatives.
     """
     obstacles = {
-        known: _find_obstacle(listed, device, dtype, head_dim) for known, listed in BACKENDS.items()
+        known: _find_obstacle(listed, device, dtype, head_dim, latent)
+        for known, listed in BACKENDS.items()
     }
     usable = [known for known, obstacle in obstacles.items() if not obstacle]
     if name == "auto":
@@ -73,11 +79,15 @@ def find_attention_backend(
     return _load_backend(BACKENDS[name])
 
 
-def make_attention_backend(name: str, pool: PagedKV, num_heads: int) -> AttentionBackend:
+def make_attention_backend(
+    name: str, pool: PagedKV, num_heads: int, latent: LatentShape | None = None
+) -> AttentionBackend:
     """Make the backend called ``name`` over ``pool``; see :func:`find_attention_backend`."""
     sample = pool.get_keys(0)
-    backend = find_attention_backend(name, sample.device, sample.dtype, sample.shape[-1])
-    return backend(pool, num_heads)
+    backend = find_attention_backend(
+        name, sample.device, sample.dtype, sample.shape[-1], latent=latent is not None
+    )
+    return backend(pool, num_heads, latent)
 
 
 def _load_backend(listed: ListedBackend) -> type[AttentionBackend]:
@@ -87,9 +97,11 @@ def _load_backend(listed: ListedBackend) -> type[AttentionBackend]:
 
 
 def _find_obstacle(
-    listed: ListedBackend, device: torch.device, dtype: torch.dtype, head_dim: int
+    listed: ListedBackend, device: torch.device, dtype: torch.dtype, head_dim: int, latent: bool
 ) -> str:
     """Return why a backend cannot be used; an empty string if it can."""
+    if latent and not listed.has_latents:
+        return "it has no latent attention (MLA)"
     if not listed.library:
         return ""
     if device.type != "cuda":

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from pd.kernels.attention.base import AttentionBackend, AttentionBatch, PagedKV
+from pd.kernels.attention.base import AttentionBackend, AttentionBatch, LatentShape, PagedKV
 from pd.kernels.attention.page_tables import PageTables
 from pd.kernels.attention.torch_draft import TorchDraft
 from pd.kernels.attention.trees import find_trees, pack_trees
@@ -70,8 +70,9 @@ class TorchAttention(AttentionBackend):
 
     name = "torch"
 
-    def __init__(self, pool: PagedKV, num_heads: int) -> None:
-        self.pool = pool
+    def __init__(self, pool: PagedKV, num_heads: int, latent: LatentShape | None = None) -> None:
+        self.pool, self._latent = pool, latent
+        self._scale = None if latent is None else latent.scale
         sample = pool.get_keys(0)
         self._device, self._dtype = sample.device, sample.dtype
         self.slots = torch.empty(0, dtype=torch.int64)
@@ -117,7 +118,7 @@ class TorchAttention(AttentionBackend):
             values.index_fill_(0, self._stale, 0)
         if len(self._buckets) == 1 and self._buckets[0].rows is None:
             return self._attend_bucket(self._buckets[0], q, keys, values)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = q.new_empty(*q.shape[:2], v.shape[2])
         for bucket in self._buckets:
             assert bucket.rows is not None
             attended = self._attend_bucket(bucket, q.index_select(0, bucket.rows), keys, values)
@@ -127,7 +128,7 @@ class TorchAttention(AttentionBackend):
         return out
 
     def make_draft_graph(self, rows: int, max_context: int) -> DraftAttention:
-        return TorchDraft(self.pool, rows)
+        return TorchDraft(self.pool, rows, self._latent)
 
     def _make_bucket(
         self,
@@ -160,12 +161,12 @@ class TorchAttention(AttentionBackend):
         V need no repetition."""
         kv_heads, head_dim = keys.shape[1:]
         grouped = q.view(bucket.size, kv_heads, -1, head_dim)
-        k = self._gather_pages(keys, bucket.pages).view(bucket.size, -1, kv_heads, head_dim)
-        v = self._gather_pages(values, bucket.pages).view(bucket.size, -1, kv_heads, head_dim)
-        out = scaled_dot_product_attention(
-            grouped, k.transpose(1, 2), v.transpose(1, 2), attn_mask=bucket.mask
+        k, v = (
+            x.view(bucket.size, -1, *x.shape[1:]).transpose(1, 2)
+            for x in self._gather_kv(keys, values, bucket.pages)
         )
-        return out.reshape(q.shape)
+        out = scaled_dot_product_attention(grouped, k, v, attn_mask=bucket.mask, scale=self._scale)
+        return out.reshape(*q.shape[:2], -1)
 
     def _attend_chunk(
         self,
@@ -182,19 +183,24 @@ class TorchAttention(AttentionBackend):
         rows = slice(chunk.first, chunk.stop)
         # [kv heads, group, tokens, head_dim]. The K and V of a group are views of the same memory.
         query = q[rows].view(-1, kv_heads, group, head_dim).permute(1, 2, 0, 3)
-        result = out[rows].view(-1, kv_heads, group, head_dim).permute(1, 2, 0, 3)
+        result = out[rows].view(-1, kv_heads, group, out.shape[2]).permute(1, 2, 0, 3)
         if chunk.start == 0 and chunk.tree is None:
             k, v = _repeat_heads(k[rows], group), _repeat_heads(v[rows], group)
-            result.copy_(scaled_dot_product_attention(query, k, v, is_causal=True))
+            result.copy_(
+                scaled_dot_product_attention(query, k, v, is_causal=True, scale=self._scale)
+            )
             return
-        k = _repeat_heads(self._gather_pages(keys, chunk.pages), group)
-        v = _repeat_heads(self._gather_pages(values, chunk.pages), group)
+        k, v = (_repeat_heads(x, group) for x in self._gather_kv(keys, values, chunk.pages))
         length = chunk.stop - chunk.first
         if chunk.tree is not None:
             seen = chunk.start + length
             result.copy_(
                 scaled_dot_product_attention(
-                    query, k[:, :, :seen], v[:, :, :seen], attn_mask=chunk.tree
+                    query,
+                    k[:, :, :seen],
+                    v[:, :, :seen],
+                    attn_mask=chunk.tree,
+                    scale=self._scale,
                 )
             )
             return
@@ -208,7 +214,11 @@ class TorchAttention(AttentionBackend):
             if mask.is_cuda:  # CUDA's kernels need a mask that begins at a multiple of 16 bytes
                 mask = mask.clone(memory_format=torch.contiguous_format)
             result[:, :, first:stop] = scaled_dot_product_attention(
-                query[:, :, first:stop], k[:, :, :seen], v[:, :, :seen], attn_mask=mask
+                query[:, :, first:stop],
+                k[:, :, :seen],
+                v[:, :, :seen],
+                attn_mask=mask,
+                scale=self._scale,
             )
 
     def _make_tree_mask(self, start: int, masks: Int64Array) -> torch.Tensor:
@@ -231,6 +241,15 @@ class TorchAttention(AttentionBackend):
             (QUERY_BLOCK, width), float("-inf"), dtype=self._dtype, device=self._device
         )
         return mask.triu_(width - QUERY_BLOCK + 1)
+
+    def _gather_kv(
+        self, keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gather K and V, see :meth:`_gather_pages`."""
+        k = self._gather_pages(keys, pages)
+        if self._latent is not None:
+            return k, k[..., : self._latent.value_dim]
+        return k, self._gather_pages(values, pages)
 
     def _gather_pages(self, layer: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
         """Gather ``[pages * page_size, kv_heads, head_dim]``. Each page is one contiguous copy."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from pd.kernels.attention.base import DraftAttention, Int64Array, PagedKV
+from pd.kernels.attention.base import DraftAttention, Int64Array, LatentShape, PagedKV
 from pd.kernels.attention.page_tables import extend_array, make_padded_tables
 from pd.kernels.attention.trees import MAX_TREE
 
@@ -24,8 +24,8 @@ class TorchDraft(DraftAttention):
     It works on every device, but a CUDA graph would not see a new plan.
     """
 
-    def __init__(self, pool: PagedKV, rows: int) -> None:
-        self.pool = pool
+    def __init__(self, pool: PagedKV, rows: int, latent: LatentShape | None = None) -> None:
+        self.pool, self._latent = pool, latent
         self._rows = rows
         self._device = pool.get_keys(0).device
         self.slots, self.places, self.bases, self.masks = (
@@ -60,13 +60,17 @@ class TorchDraft(DraftAttention):
             .transpose(1, 2)
             for x in (self.pool.get_keys(layer), self.pool.get_values(layer))
         )
+        scale = None
+        if self._latent is not None:
+            values, scale = keys[..., : self._latent.value_dim], self._latent.scale
         out = scaled_dot_product_attention(
             q.view(self._rows, kv_heads, -1, head_dim),
             keys,
             values,
             attn_mask=visible[:, None, None, :],
+            scale=scale,
         )
-        return out.reshape(q.shape)
+        return out.reshape(*q.shape[:2], -1)
 
     def _find_visible(self) -> torch.Tensor:
         """Find the keys that each row sees: bool ``[rows, keys]``."""

@@ -28,6 +28,7 @@ from pd.kernels.attention.triton_kernels import AttentionKernel, TileShape, Trit
 from pd.kernels.attention.triton_work import AttentionWork, Tiles
 
 if TYPE_CHECKING:
+    from pd.kernels.attention.base import LatentShape
     from pd.kernels.staging import Array
 
 
@@ -44,6 +45,7 @@ class TritonAttention(AttentionBackend):
         self,
         pool: PagedKV,
         num_heads: int,
+        latent: LatentShape | None = None,
         *,
         decode: TileShape | None = None,
         chunk: TileShape | None = None,
@@ -51,6 +53,7 @@ class TritonAttention(AttentionBackend):
     ) -> None:
         """``decode``, ``chunk``, ``tree``: tile shapes to measure; by default those for dtype and
         head size."""
+        assert latent is None, "the table of backends says so"
         self.pool = pool
         self.kernels = TritonKernels(pool, num_heads, decode, chunk, tree)
         self._launches: list[tuple[AttentionKernel, AttentionWork, torch.Tensor | None]] = []
