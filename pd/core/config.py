@@ -38,6 +38,8 @@ TOOL_CALL_PARSERS = (
     "none",
     "deepseek_v3",
     "deepseek_v31",
+    "glm45",
+    "glm47",
     "hermes",
     "llama3_json",
     "mistral",
@@ -46,6 +48,7 @@ TOOL_CALL_PARSERS = (
     # Other servers' names of the same.
     "deepseekv3",
     "deepseekv31",
+    "glm",
     "llama3",
     "llama4_pythonic",
     "qwen",
@@ -57,12 +60,14 @@ REASONING_PARSERS = (
     "none",
     "deepseek_r1",
     "deepseek_v3",
+    "glm45",
     "mistral",
     "qwen3",
     "seed_oss",
     # Other servers' names of the same.
     "deepseek-r1",
     "deepseek-v3",
+    "glm47",
 )
 
 

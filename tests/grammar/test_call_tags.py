@@ -29,7 +29,7 @@ FAMILIES = {
     name: find_tool_family(name.split()[0], "[ARGS]" if "names" in name else "")
     for name in (
         *("hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "mistral names"),
-        *("deepseek_v3", "deepseek_v31"),
+        *("deepseek_v3", "deepseek_v31", "glm45", "glm47"),
     )
 }
 # The tags of DeepSeek, in their order in a call.
@@ -85,6 +85,18 @@ CALLS = {
     "mistral names": (
         '[TOOL_CALLS]add[ARGS]{"a": %s, "to": "x"}',
         "[TOOL_CALLS]stop[ARGS]{}",
+        "%s%s",
+    ),
+    "glm45": (
+        "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>%s</arg_value>\n<arg_key>to</arg_key>\n"
+        "<arg_value>x</arg_value>\n</tool_call>",
+        "<tool_call>stop\n</tool_call>",
+        "%s\n%s",
+    ),
+    "glm47": (
+        "<tool_call>add<arg_key>a</arg_key><arg_value>%s</arg_value><arg_key>to</arg_key>"
+        "<arg_value>x</arg_value></tool_call>",
+        "<tool_call>stop</tool_call>",
         "%s%s",
     ),
     "deepseek_v3": _list_calls(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from pd.proxy.text.tools.families import DEEPSEEK_V3, DEEPSEEK_V31, ToolFamily
+from pd.proxy.text.tools.families import DEEPSEEK_V3, DEEPSEEK_V31, GLM45, GLM47, ToolFamily
 
 PARIS = {"city": "Paris"}
 Case = tuple[ToolFamily, str, str, list[tuple[str, Any]]]
@@ -66,6 +66,40 @@ REAL: list[Case] = [
         [("get_weather", CLOSERS)],
     ),
     (DEEPSEEK_V31, deepseek_v31("get-time", '"{\\"a\\": 1}"'), "", [("get-time", {"a": 1})]),
+    (
+        GLM45,
+        "I look.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Saint-\n Paul "
+        "</arg_value>\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n<arg_key>places"
+        '</arg_key>\n<arg_value>["a </arg_value>", "b"]</arg_value>\n<arg_key>note</arg_key>\n'
+        '<arg_value>it\'s "warm"</arg_value>\n</tool_call>\n<tool_call>get-time\n</tool_call> OK',
+        "I look.\nOK",
+        [
+            (
+                "get_weather",
+                {
+                    "city": "Saint-\n Paul ",
+                    "days": 3,
+                    "places": ["a </arg_value>", "b"],
+                    "note": 'it\'s "warm"',
+                },
+            ),
+            ("get-time", {}),
+        ],
+    ),
+    (
+        GLM47,
+        "<tool_call>get_weather<arg_key>city</arg_key><arg_value>a</arg_value>b</arg_value><arg_key"
+        ">unit</arg_key><arg_value>celsius</arg_value></tool_call><tool_call>get-time</tool_call>",
+        "",
+        [("get_weather", {"city": "a</arg_value>b", "unit": "celsius"}), ("get-time", {})],
+    ),
+    (
+        GLM47,
+        "<tool_call>get_weather<arg_key>note</arg_key><arg_value>None</arg_value><arg_key>city"
+        "</arg_key><arg_value>5</arg_value></tool_call>",
+        "",
+        [("get_weather", {"note": None, "city": "5"})],
+    ),
 ]
 
 # Content, although it has tags.
@@ -75,6 +109,12 @@ MALFORMED: list[tuple[ToolFamily, str]] = [
     (DEEPSEEK_V3, f"{BEGIN}{CALL}function{SEP}get-time\n```json\nno```"),
     (DEEPSEEK_V31, f"{BEGIN}{CALL}a name{SEP}{{}}{CALL_END}{END}"),
     (DEEPSEEK_V31, f"{BEGIN}{CALL}get-time"),
+    (GLM45, "<tool_call>\nget-time"),
+    (GLM45, "<tool_call>get-time\nis what I call</tool_call>"),
+    (GLM45, '<tool_call>\n{"name": "get-time", "arguments": {}}\n</tool_call>'),
+    (GLM47, "<tool_call>get-time<arg_key>a</arg_key>1"),
+    (GLM47, "<tool_call>get-time</tool_ca"),
+    (GLM47, "<tool_call></tool_call>"),
     (DEEPSEEK_V31, f"the tag {END} ends calls {CALL[:-2]}"),
 ]
 
@@ -82,6 +122,8 @@ MALFORMED: list[tuple[ToolFamily, str]] = [
 CUT: list[tuple[ToolFamily, str]] = [
     (DEEPSEEK_V3, f'{BEGIN}{CALL}function{SEP}get_weather\n```json\n{{"city": "Pa'),
     (DEEPSEEK_V31, f'{BEGIN}{CALL}get_weather{SEP}{{"city": "Pa'),
+    (GLM45, "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Pa"),
+    (GLM47, "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Pa"),
 ]
 
 # Calls of ``get_weather`` whose brackets stay open, and what is known of their arguments.
@@ -96,7 +138,15 @@ HOSTILE: list[tuple[ToolFamily, str]] = [
     (DEEPSEEK_V3, f"{CALL}f{SEP}" + "`" * 200_000),
     (DEEPSEEK_V31, f"{CALL}f{SEP}{{" + "<" * 200_000),
     (DEEPSEEK_V31, f"{CALL}f{SEP}{{" + CALL_END[:-1] * 20_000),
+    (GLM45, "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>" + "</arg_value>" * 50_000),
+    (GLM47, "<tool_call>f" + "<arg_key>a</arg_key><arg_value>1</arg_value>" * 10_000),
 ]
 
 # Which words and values to make random texts of.
-BITS = {"```json", "```", "function", deepseek_v3("get-time", "{}"), f"{CALL}get_weather{SEP}"}
+BITS = {"<arg_key>city</arg_key>", "<arg_value>", "</arg_value>", "<tool_call>get_weather"} | {
+    "```json",
+    "```",
+    "function",
+    deepseek_v3("get-time", "{}"),
+    f"{CALL}get_weather{SEP}",
+}

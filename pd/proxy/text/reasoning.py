@@ -75,6 +75,8 @@ _FAMILIES = {
     "deepseek-r1": _DEEPSEEK_R1,
     "deepseek_v3": _THINK,
     "deepseek-v3": _THINK,
+    "glm45": _THINK,
+    "glm47": _THINK,
     "mistral": _MISTRAL,
     "seed_oss": _SEED,
 }

@@ -46,8 +46,7 @@ BOTH = (
     '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 )
 TOKENS = tokenizer()
-# Families whose calls are made of special tokens.
-SPECIAL_FAMILIES = ("deepseek_v3", "deepseek_v31")
+MORE_FAMILIES = ("deepseek_v3", "deepseek_v31", "glm45", "glm47")
 
 
 class Scripted:
@@ -347,7 +346,7 @@ def test_parameters_that_do_not_compile_are_named(model: Scripted, asked: Any, n
     ("parser", "template"),
     [(name, QWEN) for name in ("hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral")]
     + [("auto", MISTRAL)]
-    + [pytest.param(name, QWEN, marks=pytest.mark.full) for name in SPECIAL_FAMILIES],
+    + [pytest.param(name, QWEN, marks=pytest.mark.full) for name in MORE_FAMILIES],
 )
 def test_the_schema_that_does_not_compile_is_named(
     cluster: Cluster, tmp_path: Path, parser: str, template: str

@@ -19,6 +19,8 @@ from pd.proxy.text.tools.events import Arguments, CallStart, Content, Reasoning
 from pd.proxy.text.tools.families import (
     DEEPSEEK_V3,
     DEEPSEEK_V31,
+    GLM45,
+    GLM47,
     HERMES,
     LLAMA3_JSON,
     MISTRAL,
@@ -33,7 +35,8 @@ from pd.proxy.text.tools.reader import CallOptions
 if TYPE_CHECKING:
     from pd.proxy.text.tools.events import OutputParser
 
-FAMILIES = [HERMES, QWEN3_CODER, LLAMA3_JSON, PYTHONIC, MISTRAL, DEEPSEEK_V3, DEEPSEEK_V31]
+FAMILIES = [HERMES, QWEN3_CODER, LLAMA3_JSON, PYTHONIC, MISTRAL]
+FAMILIES += [DEEPSEEK_V3, DEEPSEEK_V31, GLM45, GLM47]
 WEATHER = {
     "type": "function",
     "function": {
@@ -678,7 +681,8 @@ TEMPLATES: list[tuple[str, str | None, str]] = [
     ("MiniMax M2", None, '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">'),
     ("MiniMax M3", None, "{{ ns }}<tool_call>\n{{ ns }}<invoke name=\"' + f + '\">{{ ns }}<a>1"),
     ("MiniMax M3 with its own names", None, "]<]minimax[>[<tool_call> ]<]minimax[>[<invoke name="),
-    ("GLM 4.5", None, "<tool_call>{function-name}\n<arg_key>{arg-key}</arg_key>\n<arg_value>"),
+    ("GLM 4.7", "glm47", "<tool_call>{name}<arg_key>{key}</arg_key><arg_value>{value}</arg_value>"),
+    ("GLM 4.5", "glm45", "<tool_call>{function-name}\n<arg_key>{arg-key}</arg_key>\n<arg_value>"),
     ("Seed-OSS", None, "<seed:tool_call>\n<function=f>\n<parameter=a>1</parameter>"),
     ("Apriel", None, "within <tool_call></tool_call>: <tool_calls>[{{ tools }}]</tool_calls>"),
     ("Hunyuan", None, "<tool_calls><tool_call>f<tool_sep>\n```json\n{}\n```</tool_call>"),

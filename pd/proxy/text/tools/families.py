@@ -6,13 +6,13 @@ import re
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from pd.proxy.text.tools import deepseek, hermes, llama_json, mistral, pythonic, qwen_xml
-from pd.proxy.text.tools.tags import (
-    CallForm,
+from pd.proxy.text.tools import deepseek, glm, hermes, llama_json, mistral, pythonic, qwen_xml
+from pd.proxy.text.tools.argument_formats import (
+    TagLayout,
     make_json_arguments,
     make_python_arguments,
-    make_xml_arguments,
 )
+from pd.proxy.text.tools.tags import CallForm
 
 if TYPE_CHECKING:
     from pd.proxy.text.tools.reader import CallParser
@@ -49,7 +49,13 @@ QWEN3_CODER = ToolFamily(
     CallForm(
         begin="<tool_call>\n<function=%s>\n",
         end="</function>\n</tool_call>",
-        make_arguments=make_xml_arguments,
+        make_arguments=TagLayout(
+            begin=f"{qwen_xml.PARAMETER}%s>\n",
+            end=qwen_xml.END_PARAMETER,
+            line_break="\n",
+            after="\n",
+            following=(qwen_xml.PARAMETER, qwen_xml.END_FUNCTION, qwen_xml.CLOSE),
+        ).make_arguments,
         separator="\n",
         trigger=qwen_xml.OPEN,
         forbidden=(qwen_xml.FUNCTION,),
@@ -135,6 +141,42 @@ DEEPSEEK_V31 = ToolFamily(
     ),
     deepseek.TAGS,
 )
+GLM45 = ToolFamily(
+    "glm45",
+    glm.GlmParser,
+    CallForm(
+        begin=f"{glm.OPEN}%s\n",
+        end=glm.CLOSE,
+        make_arguments=TagLayout(
+            begin=f"{glm.KEY}%s{glm.END_KEY}\n{glm.VALUE}",
+            end=glm.END_VALUE,
+            line_break="",
+            after="\n",
+            following=(glm.KEY, glm.CLOSE),
+        ).make_arguments,
+        separator="\n",
+        trigger=glm.OPEN,
+    ),
+    glm.TAGS,
+)
+GLM47 = ToolFamily(
+    "glm47",
+    glm.GlmParser,
+    CallForm(
+        begin=f"{glm.OPEN}%s",
+        end=glm.CLOSE,
+        make_arguments=TagLayout(
+            begin=f"{glm.KEY}%s{glm.END_KEY}{glm.VALUE}",
+            end=glm.END_VALUE,
+            line_break="",
+            after="",
+            following=(glm.KEY, glm.CLOSE),
+        ).make_arguments,
+        separator="",
+        trigger=glm.OPEN,
+    ),
+    glm.TAGS,
+)
 _FAMILIES = {
     family.name: family
     for family in (
@@ -145,12 +187,15 @@ _FAMILIES = {
         MISTRAL,
         DEEPSEEK_V3,
         DEEPSEEK_V31,
+        GLM45,
+        GLM47,
     )
 }
 # Names in other servers.
 _ALIASES = {
     "deepseekv3": DEEPSEEK_V3,
     "deepseekv31": DEEPSEEK_V31,
+    "glm": GLM45,
     "llama3": LLAMA3_JSON,
     "llama4_pythonic": PYTHONIC,
     "qwen": HERMES,
@@ -161,6 +206,7 @@ _ALIASES = {
 # Tags alone are not enough: many families use ``<tool_call>``, and Llama 4's template has the
 # tokens of Python calls but asks for JSON.
 _MARKS = (
+    (GLM45, re.compile(re.escape(glm.KEY))),
     (QWEN3_CODER, re.compile(r"<tool_call><function=.*<parameter=")),
     (MISTRAL, re.compile(re.escape(mistral.OPEN))),
     (HERMES, re.compile(r"<tool_call>\{(name|arguments):")),
@@ -171,10 +217,9 @@ _MARKS = (
     (DEEPSEEK_V3, re.compile(f"{re.escape(deepseek.SEPARATOR)}.*{deepseek.FENCE}json")),
     (DEEPSEEK_V31, re.compile(re.escape(deepseek.SEPARATOR))),
 )
-# Texts in templates of unknown families that share tags or phrases with known ones: GLM, Seed-OSS,
+# Texts in templates of unknown families that share tags or phrases with known ones: Seed-OSS,
 # Apriel and Hunyuan, MiniMax, Nemotron, LFM2.
 _FOREIGN = (
-    "<arg_key>",
     "<seed:tool_call>",
     "<tool_calls>",
     "<tool_sep>",
@@ -196,6 +241,8 @@ def find_tool_family(name: str, template: str) -> ToolFamily | None:
     if name == "auto" and not _is_foreign(template):
         condensed = _GLUE.sub("", template)
         family = next((kind for kind, mark in _MARKS if mark.search(condensed)), None)
+        if family is GLM45 and glm.END_KEY + glm.VALUE in template:
+            family = GLM47
     if family is MISTRAL and mistral.ARGS in template:
         return _MISTRAL_NAMED
     return family
