@@ -34,4 +34,4 @@ def make_now() -> None:
 
     make_once()
     admin, compat = object.__new__(AdminAPI), object.__new__(CompatAPI)
-    make_app(Mock(), admin, compat, Mock(), Mock())
+    make_app(Mock(), Mock(), admin, compat, Mock(), Mock())

@@ -70,6 +70,18 @@ def is_from_this_host(scope: Scope) -> bool:
     return not any(name in _FORWARDING for name, _ in scope["headers"])
 
 
+def is_from_browser(scope: Scope) -> bool:
+    """Return whether a browser sent the request, by headers that no page can take away.
+
+    Every browser names itself as Mozilla. A page that changes this name has to ask the server
+    first, as it has to for JSON.
+    """
+    names = {name for name, _ in scope["headers"]}
+    if b"origin" in names or b"sec-fetch-site" in names:
+        return True
+    return "mozilla/" in read_header(scope, b"user-agent").lower()
+
+
 def check_json(scope: Scope) -> None:
     """Raise UnsupportedMediaTypeError for a body not declared as JSON."""
     length = read_header(scope, b"content-length")

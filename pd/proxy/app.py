@@ -48,6 +48,9 @@ from pd.proxy.api.completions_api import CompletionsAPI
 from pd.proxy.api.description import add_description, describe_responses
 from pd.proxy.api.generate_api import GenerateAPI
 from pd.proxy.api.invocations_api import InvocationsAPI
+from pd.proxy.api.ollama_api import OllamaAPI
+from pd.proxy.api.ollama_models import REFUSED, OllamaModelsAPI
+from pd.proxy.api.ollama_schemas import OllamaAnswer, OllamaFacts, OllamaModels
 from pd.proxy.api.tokens_api import TokensAPI
 from pd.proxy.http.access import Guard
 from pd.proxy.http.json_responses import error_response, read_request_id
@@ -64,6 +67,7 @@ if TYPE_CHECKING:
     from pd.proxy.dispatch.proxy_metrics import Metrics
     from pd.proxy.http.access import Access
     from pd.proxy.http.typed_routes import Handler
+    from pd.proxy.routing.routing import Router
 
 
 # Errors quote at most this many characters of a path.
@@ -78,6 +82,7 @@ class MethodNotAllowedError(PDError):
 
 def make_app(
     service: Service,
+    router: Router,
     admin: AdminAPI,
     compat: CompatAPI,
     metrics: Metrics,
@@ -86,7 +91,7 @@ def make_app(
 ) -> FastAPI:
     app = FastAPI(title="pd", version=__version__, openapi_url=None)
     app.state.bodies, app.state.access = service.bodies, access
-    endpoints = _list_endpoints(service, admin, compat)
+    endpoints = _list_endpoints(service, router, admin, compat)
     for endpoint in endpoints:
         _add_endpoint(app, endpoint)
     add_description(app, [endpoint.events for endpoint in endpoints])
@@ -134,10 +139,13 @@ class _Endpoint(NamedTuple):
     is_for_admins: bool = False
 
 
-def _list_endpoints(service: Service, admin: AdminAPI, compat: CompatAPI) -> list[_Endpoint]:
+def _list_endpoints(
+    service: Service, router: Router, admin: AdminAPI, compat: CompatAPI
+) -> list[_Endpoint]:
     tokens, endpoint = TokensAPI(service), _Endpoint
     completions, chat = CompletionsAPI(service), ChatAPI(service)
     anthropic = AnthropicAPI(service)
+    ollama, ollama_models = OllamaAPI(service), OllamaModelsAPI(service, router)
     native, invocations = GenerateAPI(service), InvocationsAPI(chat, completions)
     # The busiest routes come first, because routes are tried one after the other.
     return [
@@ -145,6 +153,8 @@ def _list_endpoints(service: Service, admin: AdminAPI, compat: CompatAPI) -> lis
         endpoint("POST", "/v1/completions", completions.handle, Completion, CompletionChunk),
         endpoint("POST", "/v1/messages", anthropic.handle, AnthropicMessage, AnthropicEvent),
         endpoint("POST", "/v1/messages/count_tokens", anthropic.count_tokens, TokenCount),
+        endpoint("POST", "/api/chat", ollama.chat, OllamaAnswer, OllamaAnswer),
+        endpoint("POST", "/api/generate", ollama.generate, OllamaAnswer, OllamaAnswer),
         endpoint("POST", "/invocations", invocations.handle, InvocationAnswer, InvocationEvent),
         endpoint("POST", "/generate", native.handle, NativeAnswer, NativeResult),
         endpoint("GET", "/v1/models", admin.list_models, ModelList),
@@ -165,6 +175,12 @@ def _list_endpoints(service: Service, admin: AdminAPI, compat: CompatAPI) -> lis
         endpoint("GET", "/model_info", compat.describe_model, ModelInfo),
         endpoint("GET", "/server_info", compat.describe_server, ServerFacts),
         endpoint("GET", "/get_server_info", compat.describe_server, ServerFacts),
+        endpoint("GET", "/", ollama_models.greet),
+        endpoint("GET", "/api/version", ollama_models.get_version, Version),
+        endpoint("GET", "/api/tags", ollama_models.list_models, OllamaModels),
+        endpoint("GET", "/api/ps", ollama_models.list_running, OllamaModels),
+        endpoint("POST", "/api/show", ollama_models.show_model, OllamaFacts),
+        *(endpoint(*place, ollama_models.refuse) for place in REFUSED),
         endpoint("GET", "/load", compat.report_load, ServerLoad),
         endpoint("GET", "/health_generate", compat.check_generation),
         endpoint("GET", "/workers", admin.list_workers, WorkerList, is_for_admins=True),

@@ -252,7 +252,9 @@ class Proxy:
         )
         admin = AdminAPI(service, self._router, self._pool, self._dispatcher, everywhere, access)
         compat = CompatAPI(service, self._router, self._dispatcher, everywhere, config.tokenizer)
-        self._app = make_app(service, admin, compat, metrics, access, config.cors_origins)
+        self._app = make_app(
+            service, self._router, admin, compat, metrics, access, config.cors_origins
+        )
 
     async def wait_ready(self, timeout: float) -> bool:
         """Wait for the nodes and the links between them, for at most ``timeout`` seconds. Returns

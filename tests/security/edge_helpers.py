@@ -19,7 +19,7 @@ WEB_PAGES: dict[str, dict[str, str]] = {
     "text": {"Origin": "http://evil.example", "Content-Type": "text/plain"},
     "form": {"Origin": "null", "Content-Type": "application/x-www-form-urlencoded"},
     "script": {"Origin": "http://evil.example", **JSON},
-    "old browser": {"Content-Type": "text/plain"},
+    "old browser": {"Content-Type": "text/plain", "User-Agent": "Mozilla/5.0 (X11; Linux)"},
     "rebound name": {"Host": "evil.example:8000", "Origin": "http://evil.example:8000", **JSON},
     "rebound name, read": {"Host": "evil.example:8000", **JSON},
 }

@@ -8,7 +8,6 @@ import uuid
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from starlette.responses import Response
 
 from pd.proxy.api.chat_api import prepare_chat, tokenize_chat
@@ -19,6 +18,7 @@ from pd.proxy.api.service import PlannedAnswer, RequestNames, make_job
 from pd.proxy.http.json_responses import json_response
 from pd.proxy.http.typed_routes import ClientRequest
 from pd.proxy.requests.anthropic import AnthropicRequest, CountTokensRequest
+from pd.proxy.requests.messages import parse_arguments
 from pd.proxy.text.tools.events import CallStart, Content, Reasoning
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class _MessageRenderer:
             _add_to_blocks(blocks, rendered)
         for block in blocks:
             if block["type"] == "tool_use":
-                block["input"] = _parse_input(block["input"])
+                block["input"] = parse_arguments(block["input"])
         assert delta.finish is not None
         end = self._render_end_of(delta.finish)
         return self._head | {"content": blocks} | end | {"usage": self._count_usage()}
@@ -224,11 +224,3 @@ def _add_to_blocks(blocks: list[dict[str, Any]], event: dict[str, Any]) -> None:
                 blocks[-1]["input"] += text
             elif name != "type":
                 blocks[-1][name] += text
-
-
-def _parse_input(text: str) -> object:
-    """Parse the input of a call. A call that was cut off has none."""
-    try:
-        return msgspec.json.decode(text or "{}")
-    except msgspec.DecodeError:
-        return {}

@@ -12,7 +12,6 @@ from pd.proxy.api.chat_reader import ChatReader
 from pd.proxy.api.event_stream import PLAIN_EVENTS
 from pd.proxy.api.prompts import RequestTotals, encode_prompt
 from pd.proxy.api.service import PlannedAnswer, make_job, name_request
-from pd.proxy.dispatch.generation import PromptSpec
 from pd.proxy.http.typed_routes import ClientRequest
 from pd.proxy.requests.chat import ChatRequest
 
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from pd.proxy.api.chat_prompt import RenderedChat
     from pd.proxy.api.prompts import ModelView
     from pd.proxy.api.service import Service
-    from pd.proxy.dispatch.generation import Choice, Delta
+    from pd.proxy.dispatch.generation import Choice, Delta, PromptSpec
     from pd.proxy.dispatch.job import Job
 
     IntArray = npt.NDArray[np.int32]
@@ -72,12 +71,18 @@ def tokenize_chat(body: ChatRequest, prompt: RenderedChat, model: ModelView) -> 
 
 
 def prepare_chat(
-    body: ChatRequest, rid: str, model: ModelView, *, clamps_length: bool = False
+    body: ChatRequest,
+    rid: str,
+    model: ModelView,
+    *,
+    clamps_length: bool = False,
+    context: int | None = None,
 ) -> tuple[PromptSpec, OutputPlan]:
     """Render and tokenize the chat, and plan how to read its answers.
 
     Args:
         clamps_length: the answer may be shorter than ``max_tokens`` if the context ends before.
+        context: the context of a request with ``clamps_length``, if it chose a shorter one.
 
     Raises InvalidRequestError.
     """
@@ -87,23 +92,17 @@ def prepare_chat(
     ids = tokenize_chat(body, prompt, model)
     limit = body.token_limit
     if clamps_length:
-        limit = model.limits.choose_max_tokens(len(ids), limit)
-    spec = PromptSpec(
-        rid=rid,
-        model=model.name,
-        token_ids=ids,
-        params=openai_common.make_sampling_params(
-            body, model, len(ids), limit, None, grammar=plan.grammar
-        ),
-        text_model=text,
-        stop=body.stop_search,
-        namespace=body.namespace,
-        priority=body.priority,
-        prefix_lease=body.prefix_lease,
-        stream_interval=body.stream_interval or model.stream_interval,
-        skip_special_tokens=body.skip_special_tokens,
+        limit = openai_common.clamp_length(model, len(ids), limit, context)
+    params = openai_common.make_sampling_params(
+        body, model, len(ids), limit, None, grammar=plan.grammar
+    )
+    spec = openai_common.make_spec(
+        body,
+        rid,
+        ids,
+        model,
+        params,
         kept_special_tokens=plan.kept_tokens,
-        shows_stop=body.include_stop_str_in_output,
         reasoning=plan.start,
     )
     RequestTotals().add_prompt(spec, model.limits.context_length)

@@ -9,7 +9,6 @@ from pd.proxy.api import logprobs, openai_common
 from pd.proxy.api.event_stream import PLAIN_EVENTS
 from pd.proxy.api.prompts import RequestTotals, encode_prompts
 from pd.proxy.api.service import PlannedAnswer, make_job, name_request
-from pd.proxy.dispatch.generation import PromptSpec
 from pd.proxy.http.bodies import estimate_text_bytes
 from pd.proxy.http.typed_routes import ClientRequest
 from pd.proxy.requests.fields import split_prompts
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
     from pd.proxy.api.prompts import ModelView
     from pd.proxy.api.service import Service
-    from pd.proxy.dispatch.generation import Choice, Delta
+    from pd.proxy.dispatch.generation import Choice, Delta, PromptSpec
     from pd.proxy.dispatch.job import Job
 
 ENDPOINT = "/v1/completions"
@@ -81,22 +80,11 @@ def _prepare_prompts(
     )
     for i, prompt_ids in enumerate(tokenized):
         ids = openai_common.truncate_prompt(body, prompt_ids, model)
-        spec = PromptSpec(
-            rid=f"{rid}_{i}",
-            model=model.name,
-            token_ids=ids,
-            params=openai_common.make_sampling_params(
-                body, model, len(ids), max_tokens, COMPLETION_TOKENS
-            ),
-            text_model=model.text,
-            stop=body.stop_search,
-            namespace=body.namespace,
-            priority=body.priority,
-            prefix_lease=body.prefix_lease,
-            stream_interval=body.stream_interval or model.stream_interval,
-            skip_special_tokens=body.skip_special_tokens,
-            discard_output=discard,
-            shows_stop=body.include_stop_str_in_output,
+        params = openai_common.make_sampling_params(
+            body, model, len(ids), max_tokens, COMPLETION_TOKENS
+        )
+        spec = openai_common.make_spec(
+            body, f"{rid}_{i}", ids, model, params, discard_output=discard
         )
         totals.add_prompt(spec, model.limits.context_length)
         specs.append(spec)

@@ -11,7 +11,7 @@ import msgspec
 from pd.core.errors import error_body
 from pd.proxy.dispatch.job import ClientState
 from pd.proxy.http.background import INLINE_BYTES
-from pd.proxy.http.error_shapes import anthropic_error
+from pd.proxy.http.error_shapes import anthropic_error, ollama_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -43,11 +43,13 @@ class EventForm(NamedTuple):
         encode: writes one event.
         make_error: makes the event of an error.
         end: bytes after the last event of an answer that did not fail.
+        content_type: media type of the stream.
     """
 
     encode: Callable[[Any], bytes]
     make_error: Callable[[PDError], object]
     end: bytes
+    content_type: bytes = b"text/event-stream; charset=utf-8"
 
 
 class Renderer(Protocol):
@@ -137,11 +139,19 @@ def encode_named_event(value: dict[str, Any]) -> bytes:
     return b"event: " + name.encode() + b"\n" + encode_event(value)
 
 
+def encode_line(value: object) -> bytes:
+    """Encode one event as a line."""
+    return _encode_json(value) + b"\n"
+
+
 PLAIN_EVENTS: EventForm = EventForm(encode_event, error_body, b"data: [DONE]\n\n")
 """OpenAI's form."""
 
 NAMED_EVENTS: EventForm = EventForm(encode_named_event, anthropic_error, b"")
 """Anthropic's form."""
+
+JSON_LINES: EventForm = EventForm(encode_line, ollama_error, b"", b"application/x-ndjson")
+"""Ollama's form."""
 
 
 def _encode_json(value: object) -> bytes:
@@ -189,7 +199,7 @@ class EventStream:
         if job.error is not None:
             raise job.error
         headers = [
-            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"content-type", self._renderer.event_form.content_type),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
             (b"x-request-id", self._request_id.encode()),

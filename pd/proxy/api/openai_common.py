@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pd.core.errors import ContextLengthError
 from pd.proxy.api import logprobs
 from pd.proxy.api.logprobs import TokenNames
+from pd.proxy.dispatch.generation import PromptSpec
 from pd.proxy.requests.sampling import make_params
+from pd.proxy.routing.limits import TOO_LONG
 
 if TYPE_CHECKING:
     import msgspec
@@ -49,6 +52,55 @@ def make_sampling_params(
         max_tokens = limits.choose_max_tokens(num_prompt_tokens, default_max_tokens)
     arguments = limits.sampling_defaults.as_arguments() | body.make_arguments() | further
     return make_params(arguments | {"max_tokens": max_tokens}, limits.vocab_size)
+
+
+def make_spec(
+    body: OpenAIRequest,
+    rid: str,
+    token_ids: IntArray,
+    model: ModelView,
+    params: SamplingParams,
+    **further: Any,
+) -> PromptSpec:
+    """Make the spec of one prompt. ``further``: more arguments of PromptSpec."""
+    return PromptSpec(
+        rid=rid,
+        model=model.name,
+        token_ids=token_ids,
+        params=params,
+        text_model=model.text,
+        stop=body.stop_search,
+        namespace=body.namespace,
+        priority=body.priority,
+        prefix_lease=body.prefix_lease,
+        stream_interval=body.stream_interval or model.stream_interval,
+        skip_special_tokens=body.skip_special_tokens,
+        shows_stop=body.include_stop_str_in_output,
+        **further,
+    )
+
+
+def clamp_length(
+    model: ModelView, num_prompt_tokens: int, limit: int | None, context: int | None
+) -> int:
+    """Shorten an answer to what the context holds.
+
+    Args:
+        limit: the client's limit on the answer's tokens.
+        context: the client's limit on the tokens of prompt and answer together (``num_ctx``).
+
+    Raises ContextLengthError if the prompt leaves no token of ``context``.
+    """
+    if context is not None:
+        room = context - num_prompt_tokens
+        if room < 1:
+            raise ContextLengthError(
+                f"{TOO_LONG}: it has {num_prompt_tokens} tokens, but num_ctx is {context}, of "
+                "which the answer needs at least one; raise num_ctx",
+                param="num_ctx",
+            )
+        limit = room if limit is None else min(limit, room)
+    return model.limits.choose_max_tokens(num_prompt_tokens, limit)
 
 
 class AnswerOptions(NamedTuple):

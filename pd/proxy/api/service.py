@@ -123,6 +123,10 @@ class Service:
         names = self._router.list_models()
         return list(dict.fromkeys([*self._aliases[:1], *names])) if names else []
 
+    def has_name(self, name: str) -> bool:
+        """Tell whether clients may ask for a model by this name."""
+        return name in self._aliases or name in self._router.list_models()
+
     def resolve_name(self, name: str) -> str:
         """Return the listed name of a model by any of its names. Raises NotFoundError."""
         listed = self.list_models()

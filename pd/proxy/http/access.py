@@ -19,10 +19,11 @@ from pd.net.local_requests import (
     check_json,
     check_local,
     check_origin,
+    is_from_browser,
     read_header,
 )
 from pd.proxy.http.api_keys import ApiKey, KeyRole
-from pd.proxy.http.error_shapes import takes_anthropic_key
+from pd.proxy.http.error_shapes import is_ollama, takes_anthropic_key
 from pd.proxy.http.json_responses import REQUEST_ID, error_response, read_request_id
 from pd.proxy.http.key_guesses import KeyGuesses
 from pd.util.secret_files import find_exposure
@@ -161,7 +162,8 @@ class Access:
             AuthenticationError: the path needs a key, and the request has no valid one.
             ForbiddenError: the request comes from a web page of a foreign origin, or from a page
                 that made its own name resolve to this host.
-            UnsupportedMediaTypeError: the request has a body without JSON's content type.
+            UnsupportedMediaTypeError: the request has a body without JSON's content type. On
+                Ollama's paths only browsers need this type.
         """
         check_origin(scope, self._origins, "; --cors-origins lets them in")
         caller = await self._identify_caller(scope)
@@ -172,7 +174,10 @@ class Access:
         # We trust a key more than a Host header, because no web page has a key.
         if self._on_loopback and not self._key_required and caller is None:
             check_host(scope, self._names, _HOST_REMEDY)
-        if scope["method"] not in _READING:
+        # Ollama's documented curl calls declare a form, so on its paths we ask for JSON's type only
+        # where a web page may have sent the body.
+        is_exempt = is_ollama(scope["path"]) and not is_from_browser(scope)
+        if scope["method"] not in _READING and not is_exempt:
             check_json(scope)
         return caller or Caller()
 

@@ -8,6 +8,7 @@ from pd.core.brief import shorten_text
 from pd.core.errors import MAX_MESSAGE_CHARACTERS, PDError, error_body
 
 ANTHROPIC_PATH = "/v1/messages"
+_OLLAMA_PATHS = "/api/"
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -34,6 +35,16 @@ def is_anthropic(path: str) -> bool:
     return path == ANTHROPIC_PATH or path.startswith(ANTHROPIC_PATH + "/")
 
 
+def is_ollama(path: str) -> bool:
+    """Tell whether a path belongs to Ollama's API."""
+    return path.startswith(_OLLAMA_PATHS)
+
+
+def ollama_error(error: PDError) -> dict[str, Any]:
+    """Format an error in Ollama's shape, for a body or a line of a stream."""
+    return {"error": shorten_text(error.message, MAX_MESSAGE_CHARACTERS)}
+
+
 def anthropic_error(error: PDError) -> dict[str, Any]:
     """Format an error in Anthropic's shape, for a body or an event of a stream."""
     default = "invalid_request_error" if 400 <= error.status < 500 else "api_error"
@@ -46,4 +57,6 @@ def shape_error(error: PDError, path: str) -> tuple[dict[str, Any], int]:
     """Return the body and the status of an error for the API of a path."""
     if is_anthropic(path):
         return anthropic_error(error), _ANTHROPIC_STATUSES.get(error.status, error.status)
+    if is_ollama(path):
+        return ollama_error(error), error.status
     return error_body(error), error.status

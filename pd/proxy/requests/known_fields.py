@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
+OLLAMA_CHAT, OLLAMA_GENERATE = "/api/chat", "/api/generate"
 
 
 # Paths of an API of its own, whose fields we do not recommend to clients of others.
-OTHER_APIS = frozenset((MESSAGES, COUNT_TOKENS))
+OTHER_APIS = frozenset((MESSAGES, COUNT_TOKENS, OLLAMA_CHAT, OLLAMA_GENERATE))
 
 
 class FieldPlace(NamedTuple):
@@ -277,6 +278,13 @@ KNOWN: Mapping[str, tuple[object, ...]] = {
     "num_return_sequences": (1,),
     "num_predict": (),
     "repeat_penalty": (1,),
+    "images": ([],),
+    "template": ("",),
+    "context": ([],),
+    "repeat_last_n": (-1,),
+    "mirostat": (0,),
+    "tfs_z": (1,),
+    "penalize_newline": _ON,
 }
 
 # Values that are neutral at one endpoint only.
@@ -285,15 +293,19 @@ _NEUTRAL: Mapping[tuple[str, str], tuple[object, ...]] = {
     (CHAT, "add_special_tokens"): (False,),
 }
 
-_LENGTH = ("max_tokens", "max_new_tokens")
-_OTHER_LENGTHS = ("max_completion_tokens", "max_output_tokens", "max_length", "num_predict")
+_LENGTH = ("max_tokens", "max_new_tokens", "num_predict")
+_OTHER_LENGTHS = ("max_completion_tokens", "max_output_tokens", "max_length")
 # Maps a field to fields of the same meaning. An error names the first one obeyed by the place.
 _SAME: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys((*_LENGTH, *_OTHER_LENGTHS), _LENGTH),
     **dict.fromkeys(("min_tokens", "min_new_tokens"), ("min_tokens", "min_new_tokens")),
     **dict.fromkeys(("seed", "sampling_seed"), ("seed", "sampling_seed")),
     **dict.fromkeys(("num_return_sequences",), ("n",)),
-    **dict.fromkeys(("repeat_penalty",), ("repetition_penalty",)),
+    **dict.fromkeys(
+        ("repeat_penalty", "repetition_penalty"), ("repetition_penalty", "repeat_penalty")
+    ),
+    **dict.fromkeys(("response_format", "json_schema"), ("response_format", "format")),
+    **dict.fromkeys(("thinking", "enable_thinking", "reasoning_effort"), ("think",)),
     **dict.fromkeys(("stop_sequences",), ("stop",)),
     **dict.fromkeys(
         ("no_stop_trim", "include_stop_str_in_output"),
@@ -378,6 +390,10 @@ _ADVICE: Mapping[tuple[str, str] | str, str] = {
     "image_data": "is not supported; this server takes text only",
     "audio_data": "is not supported; this server takes text only",
     "video_data": "is not supported; this server takes text only",
+    "images": "is not supported; this server takes text only",
+    "template": "is not supported; the model's own template is used, or none with raw",
+    "context": "is not supported; send the whole chat as messages, whose beginning is cached",
+    "repeat_last_n": "is not supported; a repetition penalty covers the whole prompt and answer",
     "custom_logit_processor": "is not supported, since it would run a client's program; leave it "
     "out",
     "lora_path": "is not supported yet; ask for a model that is served by its name",

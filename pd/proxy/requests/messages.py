@@ -217,11 +217,11 @@ def _read_call(call: object, path: tuple[str | int, ...]) -> dict[str, object]:
     given = function.get("arguments")
     if not isinstance(given, str | dict | None):
         raise make_mismatch("an object or a text", given, *path, "function", "arguments")
-    arguments = given if isinstance(given, dict) else _parse_arguments(given or "")
+    arguments = given if isinstance(given, dict) else parse_arguments(given or "")
     return call | {"type": "function", "function": function | {"arguments": arguments}}
 
 
-def _parse_arguments(text: str) -> dict[str, object]:
+def parse_arguments(text: str) -> dict[str, object]:
     """Parse the arguments of a call; anything but a JSON object becomes an empty one.
 
     We accept invalid JSON, because a client can only send back the call it got, and an answer may
