@@ -52,6 +52,8 @@ PLANE_ALIGNMENT = 512
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 DType = Literal["float32", "bfloat16", "float16"]
+PlaneRanks = Literal["divided", "copied", "first"]
+_PLACES = {"divided": "divided among ranks", "copied": "on every rank", "first": "on rank 0"}
 _Layers = Annotated[int, msgspec.Meta(ge=1, le=MAX_LAYERS)]
 _Heads = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 _HeadDim = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
@@ -69,8 +71,9 @@ class Plane(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         name: ``model`` for the K and V of the model itself.
         num_heads, head_dim: shape of one vector, with the heads of all tensor-parallel ranks.
         vectors: number of vectors per token and layer: 2 for K and V, or 1.
-        sharded: the heads are divided among the tensor-parallel ranks. Otherwise rank 0 has the
-            whole plane and the others have nothing.
+        ranks: what the tensor-parallel ranks have. With ``divided``, the heads are divided among
+            them. With ``copied``, each has the whole plane, which travels once. With ``first``,
+            rank 0 has the whole plane and the others have nothing.
         group: planes of one group are cached together, so a node has equally many leading tokens
             of a prompt in all of them.
     """
@@ -81,7 +84,7 @@ class Plane(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     head_dim: _HeadDim
     dtype: DType
     vectors: Literal[1, 2] = 2
-    sharded: bool = True
+    ranks: PlaneRanks = "divided"
     group: _Group = 0
 
     @property
@@ -92,7 +95,7 @@ class Plane(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __str__(self) -> str:
         vectors = "K and V" if self.vectors == 2 else "one vector"
-        where = "divided among ranks" if self.sharded else "on rank 0"
+        where = _PLACES[self.ranks]
         return (
             f"{vectors} of {self.num_layers} layers, {self.num_heads} heads x {self.head_dim}, "
             f"{self.dtype}, {where}, group {self.group}"
@@ -181,15 +184,15 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return self
         planes = []
         for plane in self.planes:
-            if plane.sharded and plane.num_heads % self.tp_size:
-                raise UsageError(
-                    f"--tp-size {self.tp_size} does not divide the {plane.num_heads} heads of "
-                    f"plane {plane.name!r}"
-                )
-            if plane.sharded:
+            if plane.ranks == "divided":
+                if plane.num_heads % self.tp_size:
+                    raise UsageError(
+                        f"--tp-size {self.tp_size} does not divide the {plane.num_heads} heads of "
+                        f"plane {plane.name!r}"
+                    )
                 heads = plane.num_heads // self.tp_size
                 planes.append(msgspec.structs.replace(plane, num_heads=heads))
-            elif rank == 0:
+            elif plane.ranks == "copied" or rank == 0:
                 planes.append(plane)
         # Groups are of no interest to ranks without a plane of each.
         if len(planes) < len(self.planes):
@@ -199,13 +202,13 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def plane_extents(self, num_slots: int) -> list[range]:
         """Return the bytes of each plane in the memory of a pool of ``num_slots``.
 
-        Unsharded planes come last. The memory of a rank without them therefore has
+        Planes of rank 0 alone come last. The memory of a rank without them therefore has
         everything else in the same places.
         """
         extents, end = [range(0)] * len(self.planes), 0
-        for sharded in (True, False):
+        for is_last in (False, True):
             for index, plane in enumerate(self.planes):
-                if plane.sharded is sharded:
+                if (plane.ranks == "first") is is_last:
                     start = -(-end // PLANE_ALIGNMENT) * PLANE_ALIGNMENT
                     end = start + num_slots * plane.token_bytes
                     extents[index] = range(start, end)

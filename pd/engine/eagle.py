@@ -204,7 +204,7 @@ def make_head_plane(head: EagleConfig, dtype: DType) -> Plane:
     """Describe the pool's plane for a head's K and V. The head, and so its plane, is whole on rank
     0. The plane is in the model's group, because every pass writes the KV of both."""
     return Plane(
-        PLANE, head.num_layers, head.num_kv_heads, head.head_dim, dtype, sharded=False, group=0
+        PLANE, head.num_layers, head.num_kv_heads, head.head_dim, dtype, ranks="first", group=0
     )
 
 

@@ -41,14 +41,16 @@ class PoolPlane:
         buffer: contiguous ``[num_layers, vectors, slots, num_heads, head_dim]``, K then V, zero at
             first. :mod:`pd.kernels.paging` defines the slot of each token.
         parts: address of each tensor-parallel rank's buffer as mapped in this process, in the order
-            of their heads. All have the shape of ``buffer``, which comes first. A plane that is not
-            sharded exists only on rank 0 and has one part.
+            of their heads. All have the shape of ``buffer``, which comes first. A plane whose heads
+            are not divided has one part.
+        copies: addresses of the other ranks' copies of a plane that every rank has.
     """
 
     spec: Plane
     first_layer: int
     buffer: torch.Tensor
     parts: Sequence[int]
+    copies: Sequence[int] = ()
 
 
 class PlaneView:
@@ -127,18 +129,20 @@ class KVPool:
         return self.planes[0].buffer.dtype
 
     @property
-    def sharded_memory(self) -> torch.Tensor:
+    def common_memory(self) -> torch.Tensor:
         """The leading part of ``memory``, which every tensor-parallel rank has."""
         slots = (self.num_pages + 1) * self.page_size
         extents = zip(self.layout.planes, self.layout.plane_extents(slots), strict=True)
-        return self.memory[: max(extent.stop for plane, extent in extents if plane.sharded)]
+        return self.memory[: max(x.stop for plane, x in extents if plane.ranks != "first")]
 
     def set_parts(self, addresses: Sequence[int]) -> None:
         """Set the address of each rank's memory as mapped in this process, rank 0 first."""
         for plane in self.planes:
-            if plane.spec.sharded:
-                offset = plane.buffer.data_ptr() - self.memory.data_ptr()
+            offset = plane.buffer.data_ptr() - self.memory.data_ptr()
+            if plane.spec.ranks == "divided":
                 plane.parts = [address + offset for address in addresses]
+            elif plane.spec.ranks == "copied":
+                plane.copies = [address + offset for address in addresses[1:]]
 
     def get_keys(self, layer: int) -> torch.Tensor:
         """Return the keys of a layer, a view ``[slots, num_heads, head_dim]``. If the plane has one
@@ -212,23 +216,39 @@ class KVPool:
             start = cached[plane.spec.group]
             slots = find_token_slots(pages, np.arange(start, stop), self.page_size)
             if len(plane.parts) == 1:
-                digests.append(
-                    hash_tokens(plane.buffer, slots, start, first_layer=plane.first_layer)
-                )
+                own = hash_tokens(plane.buffer, slots, start, first_layer=plane.first_layer)
+                digests += [own, *self._hash_damaged_copies(plane, slots, start, own)]
             else:
-                digests += self._hash_parts(plane, slots, start)
+                digests += self._hash_parts(plane, plane.parts, slots, start)
         return sum_digests(np.concatenate(digests))
 
-    def _hash_parts(
-        self, plane: PoolPlane, slots: npt.NDArray[np.int64], start: int
+    def _hash_damaged_copies(
+        self,
+        plane: PoolPlane,
+        slots: npt.NDArray[np.int64],
+        start: int,
+        own: npt.NDArray[np.int64],
     ) -> Iterator[npt.NDArray[np.int64]]:
-        """Hash the tokens from ``start`` on in a plane with divided heads."""
+        """Hash the tokens in other ranks' copies of a plane, unless they are like ``own``."""
+        for address in plane.copies:
+            hashes = np.concatenate([own[:0], *self._hash_parts(plane, [address], slots, start)])
+            if not np.array_equal(hashes, own):
+                yield hashes
+
+    def _hash_parts(
+        self,
+        plane: PoolPlane,
+        parts: Sequence[int],
+        slots: npt.NDArray[np.int64],
+        start: int,
+    ) -> Iterator[npt.NDArray[np.int64]]:
+        """Hash the tokens from ``start`` on in a plane whose heads are divided into ``parts``."""
         layers, vectors, _, heads, head_dim = plane.buffer.shape
         for first in range(0, len(slots), _DIGEST_TOKENS):
             some = torch.from_numpy(slots[first : first + _DIGEST_TOKENS]).to(self.device)
-            shape = (layers, vectors, len(some), heads * len(plane.parts), head_dim)
+            shape = (layers, vectors, len(some), heads * len(parts), head_dim)
             whole = plane.buffer.new_empty(shape)
-            gather_parts(plane.buffer, plane.parts, some, 0, layers, whole)
+            gather_parts(plane.buffer, parts, some, 0, layers, whole)
             yield hash_tokens(
                 whole, np.arange(len(some)), start + first, first_layer=plane.first_layer
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from pd.core.errors import UnsupportedModelError, UsageError
 from pd.core.node_info import MAX_LAYERS, MODEL_PLANE, Plane
@@ -179,8 +179,10 @@ class ModelConfig:
 
     def make_plane(self, dtype: DType) -> Plane:
         """Make the plane of the KV pool for this model, with the heads of all ranks."""
-        vectors: Literal[1, 2] = 2 if self.latent is None else 1
-        return Plane(MODEL_PLANE, self.num_layers, self.num_kv_heads, self.head_dim, dtype, vectors)
+        shape = self.num_layers, self.num_kv_heads, self.head_dim
+        if self.latent is None:
+            return Plane(MODEL_PLANE, *shape, dtype)
+        return Plane(MODEL_PLANE, *shape, dtype, vectors=1, ranks="copied")
 
     def count_weights(self, num_experts: float) -> float:
         """Count the weights of all layers' matrices with ``num_experts`` experts of each layer (1

@@ -106,7 +106,7 @@ class HostCopier(Copier):
     def __init__(self, pool: KVBuffer) -> None:
         planes = [
             HostPlane(plane, pool.layout.page_size)
-            if len(plane.parts) == 1
+            if len(plane.parts) == 1 and not plane.copies
             else HostPartsPlane(plane, pool.layout.page_size)
             for plane in pool.planes
         ]
@@ -184,7 +184,8 @@ class HostPlane(PlaneCopier):
 
 
 class HostPartsPlane(PlaneCopier):
-    """A plane in host memory whose heads are divided. It is copied token by token."""
+    """A plane in host memory whose heads are divided, or that every rank has. It is copied token by
+    token."""
 
     def __init__(self, plane: KVPlane, page_size: int) -> None:
         self._plane, self._page_size = plane, page_size
@@ -202,9 +203,9 @@ class HostPartsPlane(PlaneCopier):
     def scatter_block(
         self, table: npt.NDArray[np.int64], block: Block, buffer: npt.NDArray[np.uint8]
     ) -> CopyTicket:
-        scatter_parts(
-            self._plane.buffer, self._plane.parts, *self._copy_arguments(table, block, buffer)
-        )
+        arguments = self._copy_arguments(table, block, buffer)
+        for parts in list_targets(self._plane):
+            scatter_parts(self._plane.buffer, parts, *arguments)
         return _OVER
 
     def _copy_arguments(
@@ -215,3 +216,8 @@ class HostPartsPlane(PlaneCopier):
         packed = torch.from_numpy(buffer[: block.cells * self._cell_bytes])
         first = self._plane.first_layer
         return torch.from_numpy(slots), block.layer_start - first, block.layer_stop - first, packed
+
+
+def list_targets(plane: KVPlane) -> list[Sequence[int]]:
+    """List the parts to scatter rows into: those of the plane, and of each further copy."""
+    return [plane.parts, *([address] for address in plane.copies)]

@@ -16,7 +16,7 @@ from pd.kernels.kv_copy import (
     scatter_rows,
 )
 from pd.kernels.paging import find_token_slots
-from pd.transfer.copier import Copier, CopyTicket, PlaneCopier
+from pd.transfer.copier import Copier, CopyTicket, PlaneCopier, list_targets
 from pd.transfer.pool_shape import PoolShape
 from pd.transfer.ranges import Block
 
@@ -138,6 +138,7 @@ class CudaPlane(PlaneCopier):
     def __init__(self, plane: KVPlane, outward: _CopyStream, inward: _CopyStream) -> None:
         self.first_layer = plane.first_layer
         self._buffer, self._parts = plane.buffer, plane.parts
+        self._targets = list_targets(plane)
         self._device = plane.buffer.device
         self._out, self._in = outward, inward
         self._cell_bytes = plane.buffer.shape[1] * count_row_bytes(plane.buffer) * len(plane.parts)
@@ -150,6 +151,7 @@ class CudaPlane(PlaneCopier):
             torch.cuda.current_stream(self._device).synchronize()
         small = copy(self)
         small._buffer, small._parts = buffer, [buffer.data_ptr()] * len(self._parts)
+        small._targets = [small._parts]
         return small
 
     def gather_block(self, table: _Table, block: Block, buffer: torch.Tensor) -> CopyTicket:
@@ -177,10 +179,11 @@ class CudaPlane(PlaneCopier):
                 source = lane.get_memory(size)
                 source.copy_(buffer[:size], non_blocking=True)
             layers = self._local_layers(block)
-            if len(self._parts) == 1:
+            if len(self._parts) == 1 and len(self._targets) == 1:
                 scatter_rows(self._buffer, slots, *layers, source)
             else:
-                scatter_parts(self._buffer, self._parts, slots, *layers, source)
+                for parts in self._targets:
+                    scatter_parts(self._buffer, parts, slots, *layers, source)
             return _CopyEvent(lane.stream)
 
     def _local_layers(self, block: Block) -> tuple[int, int]:

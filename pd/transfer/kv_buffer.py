@@ -27,12 +27,14 @@ class KVPlane(Protocol):
         parts: address of each tensor-parallel rank's buffer, as mapped in this process. Each has
             the shape of ``buffer``, the first of them. Only copies between pages and staging
             buffers know about parts, because KV travels with all heads.
+        copies: addresses of other ranks' copies of the plane. Transfers write them like ``buffer``.
     """
 
     spec: Plane
     first_layer: int
     buffer: torch.Tensor
     parts: Sequence[int]
+    copies: Sequence[int]
 
 
 class KVBuffer(Protocol):

@@ -135,13 +135,14 @@ class PoolMemory:
     V (or one vector of each token).
 
     Sockets use a pool in host memory in place (:class:`InPlace`). A pool on a GPU, or one with
-    divided heads, is ``staged``: sockets reach it through :mod:`pd.transfer.tcp.host_buffers`.
+    divided or copied planes, is ``staged``: sockets reach it through
+    :mod:`pd.transfer.tcp.host_buffers`.
     """
 
     def __init__(self, pool: KVBuffer, *, staged: bool | None = None) -> None:
         self.pool = pool
         self.shape = PoolShape.from_pool(pool)
-        whole = all(len(plane.parts) == 1 for plane in pool.planes)
+        whole = all(len(plane.parts) == 1 and not plane.copies for plane in pool.planes)
         in_place = pool.memory.device.type == "cpu" and whole
         self.staged = not in_place if staged is None else staged
         self._planes = [PlaneMemory(plane) for plane in pool.planes]

@@ -137,7 +137,7 @@ def make_transfer_manager(
         UsageError: the backend is unknown, the script is bad, or a cluster key is missing.
         SetupError: the backend cannot work here, or the address cannot be used.
     """
-    check_backend(name, fake_script, pool.memory.device.type, len(pool.planes[0].parts))
+    check_backend(name, fake_script, pool.memory.device.type, pool.layout.tp_size)
     _warn_of_ignored_names()
     if trust_network:
         logger.warning(
@@ -182,7 +182,7 @@ def _make_auto(setup: TransferSetup) -> TransferManager:
 def _auto_obstacle(name: str, setup: TransferSetup) -> str | None:
     """Return why ``auto`` cannot offer a backend, as far as we know before loading it."""
     backend = _BUILT_IN[name]
-    if len(setup.pool.planes[0].parts) > 1 and backend.one_device:
+    if setup.pool.layout.tp_size > 1 and backend.one_device:
         return "it moves the KV of one device, and --tp-size divides it among several"
     return backend.obstacle(setup.pool.memory.device.type)
 

@@ -74,7 +74,7 @@ OTHER = {
     "head_dim": ("head_dim", 16),
     "dtype": ("dtype", "bfloat16"),
     "vectors": ("vectors", 1),
-    "sharded": ("sharded", False),
+    "ranks": ("ranks", "first"),
     "layout": ("layout", "page_major"),
     "drafter": ("--speculative-algorithm", "eagle3 0123 (2 KV heads of 8, states of 32, float32)"),
 }

@@ -72,7 +72,7 @@ def test_asking_for_the_address_of_a_missing_backend_is_an_error() -> None:
         node("decode", "tcp").address_of("nixl")
 
 
-LATENT = Plane("latent", 1, 1, 24, "bfloat16", vectors=1, sharded=False, group=1)
+LATENT = Plane("latent", 1, 1, 24, "bfloat16", vectors=1, ranks="first", group=1)
 HEAD = Plane("head", 1, 4, 8, "float16", group=2)
 PLANES = KVLayout.of_model(2, 2, 16, "float32", 16, 1, (LATENT, HEAD))
 
@@ -84,14 +84,14 @@ def test_sizes_include_all_planes() -> None:
     assert PLANES.missing_bytes((3, 0, 10), 10) == 7 * model + 10 * latent
 
 
-def test_planes_are_consecutive_with_unsharded_ones_last() -> None:
+def test_planes_are_consecutive_with_those_of_rank_0_last() -> None:
     model, latent, head = PLANES.plane_extents(10)
     assert [len(extent) for extent in (model, latent, head)] == [5120, 480, 1280]
     assert (model.start, head.start, latent.start) == (0, 5120, 6656)
     assert all(extent.start % 512 == 0 for extent in (model, latent, head))
 
 
-def test_a_rank_has_a_part_of_each_sharded_plane_in_the_same_place() -> None:
+def test_a_rank_has_a_part_of_each_divided_plane_in_the_same_place() -> None:
     two = msgspec.structs.replace(PLANES, tp_size=2)
     first, second = two.of_rank(0), two.of_rank(1)
     assert [(p.name, p.num_heads) for p in first.planes] == [
@@ -106,6 +106,14 @@ def test_a_rank_has_a_part_of_each_sharded_plane_in_the_same_place() -> None:
         UsageError, match="--tp-size 4 does not divide the 2 heads of plane 'model'"
     ):
         msgspec.structs.replace(PLANES, tp_size=4).of_rank(0)
+
+
+def test_every_rank_has_all_of_a_copied_plane() -> None:
+    rows = Plane("model", 2, 1, 24, "bfloat16", vectors=1, ranks="copied")
+    layout = KVLayout((rows, LATENT), 16, 2)
+    assert layout.of_rank(0).planes == (rows, LATENT)
+    assert layout.of_rank(1).planes == (rows,)
+    assert layout.of_rank(0).plane_extents(10)[0] == layout.of_rank(1).plane_extents(10)[0]
 
 
 def with_planes(*planes: Plane) -> NodeInfo:
@@ -143,7 +151,7 @@ def with_planes(*planes: Plane) -> NodeInfo:
                 "num_heads": 2,
                 "head_dim": 16,
                 "dtype": "bfloat16",
-                "sharded": False,
+                "ranks": "first",
                 "group": 0,
             }.items()
         ),

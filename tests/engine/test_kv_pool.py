@@ -73,7 +73,7 @@ PLANES = KVLayout.of_model(
     "float32",
     8,
     extra_planes=(
-        Plane("latent", 1, 1, 24, "bfloat16", vectors=1, sharded=False),
+        Plane("latent", 1, 1, 24, "bfloat16", vectors=1, ranks="first"),
         Plane("head", 1, 4, 8, "float16"),
     ),
 )
@@ -139,7 +139,7 @@ def test_pages_of_all_planes_come_back_from_host_memory(
 def test_parts_of_a_rank_lie_where_they_lie_on_rank_0() -> None:
     layout = msgspec.structs.replace(PLANES, tp_size=2)
     first, second = (KVPool(layout.of_rank(rank), 6, "cpu") for rank in range(2))
-    assert len(first.sharded_memory) == len(second.memory) < len(first.memory)
+    assert len(first.common_memory) == len(second.memory) < len(first.memory)
     first.set_parts([pool.memory.data_ptr() for pool in (first, second)])
     model, latent, head = first.planes
     for plane, other in zip((model, head), second.planes, strict=True):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from checkpoints import is_greedy
 from cluster import Cluster, TokenClient, random_prompts, start_node, wait_idle
 from tiny import tiny_cluster, tiny_model, tiny_node
 
@@ -19,7 +20,8 @@ from pd.launch import NodeServer
 from pd.transfer.registry import check_backend
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 # Pages differ between the two sides, and so few that sequences are retracted on the decode nodes.
 PREFILL = {"page_size": 4, "chunked_prefill_size": 48}
@@ -98,6 +100,32 @@ def test_two_ranks_and_four(seed: int) -> None:
             servers = nodes["prefill", pair[0]], nodes["decode", pair[1]]
             pending = [client.generate(p, servers, **params) for p in prompts]
             assert [p.result(60) for p in pending] == answers, (pair, seed)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [(2, 2), *(pytest.param(*pair, marks=pytest.mark.full) for pair in [(1, 2), (2, 1)])],
+)
+def test_latents_of_all_ranks_travel_once(
+    checkpoint: Callable[[str], Path], forked_ranks: None, prefill: int, decode: int, seed: int
+) -> None:
+    """Each rank has all latents, and the receiving end writes them into every rank's pool."""
+    model = checkpoint("deepseek_v2")
+    prompts = list(random_prompts(seed, [33, 1, 150]))
+    prompts.append(prompts[2][:60] + prompts[1])
+    with contextlib.ExitStack() as stack:
+        pair = (
+            start_node("prefill", model, tp_size=prefill, kv_digest=True, **PREFILL),
+            start_node("decode", model, tp_size=decode, kv_digest=True, page_size=8),
+        )
+        for server in pair:
+            stack.callback(server.stop)
+        client = stack.enter_context(contextlib.closing(TokenClient(list(pair))))
+        pending = [client.generate(p, pair, max_tokens=12) for p in prompts]
+        for prompt, request in zip(prompts, pending, strict=True):
+            assert is_greedy(model, prompt, request.tokens()), seed
+    # A row of 3 layers has 32 + 8 float32.
+    assert pending[0].transferred_bytes == len(prompts[0]) * 3 * 40 * 4
 
 
 def test_the_whole_model_is_what_peers_are_told(nodes: dict[str, NodeServer]) -> None:

@@ -20,7 +20,7 @@ from pd.transfer.ranges import Block
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 
 EXTRA_PLANES = (
-    Plane("latent", 1, 1, 24, "bfloat16", vectors=1, sharded=False, group=1),
+    Plane("latent", 1, 1, 24, "bfloat16", vectors=1, ranks="first", group=1),
     Plane("head", 1, 4, 128, "float16", group=2),
 )
 TOKENS, NUM_LAYERS = 20_000, 6

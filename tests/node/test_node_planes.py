@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pd.launch import NodeServer
 
 EXTRA_PLANES = (
-    Plane("latent", 1, 1, 24, "bfloat16", vectors=1, sharded=False),
+    Plane("latent", 1, 1, 24, "bfloat16", vectors=1, ranks="first"),
     Plane("head", 1, 4, 8, "float16", group=1),
 )
 

@@ -55,7 +55,7 @@ POISON = -1.0
 # Schedules that run at a time.
 _WIDTH = 8
 # Beside a layer of K and V: another one of one vector for each token, cached for itself.
-EXTRA_PLANES = (Plane("head", 1, 1, 1, "float32", vectors=1, sharded=False, group=1),)
+EXTRA_PLANES = (Plane("head", 1, 1, 1, "float32", vectors=1, ranks="first", group=1),)
 
 
 class ForeignBytes(AssertionError):

@@ -47,10 +47,11 @@ BACKENDS = backends("tcp", "tcp-staged", "fake", "nixl", "mooncake", "nvlink", "
 # Nodes of several ranks hand KV to each other over these.
 BACKENDS_OF_RANKS = backends("tcp", "nixl", "mooncake")
 EXTRA_PLANES = (
-    Plane("latent", 1, 1, 24, "bfloat16", vectors=1, sharded=False, group=1),
+    Plane("latent", 1, 1, 24, "bfloat16", vectors=1, ranks="first", group=1),
     Plane("head", 1, 4, 8, "float16", group=2),
+    Plane("rows", 2, 1, 20, "float32", vectors=1, ranks="copied", group=1),
 )
-NUM_LAYERS, GROUPS, TOKENS = 4, 3, 200
+NUM_LAYERS, GROUPS, TOKENS = 6, 3, 200
 
 
 def make_layout(page_size: int, tp_size: int = 1) -> KVLayout:
@@ -75,10 +76,15 @@ class Node:
         slots = find_token_slots(pages, np.arange(start, stop), self.pool.page_size)
         found = []
         for index, plane in enumerate(self.layout.planes):
-            ranks = self.ranks if plane.sharded else self.ranks[:1]
+            ranks = self.ranks if plane.ranks == "divided" else self.ranks[:1]
             parts = [rank.planes[self._place(rank, index)].buffer[:, :, slots] for rank in ranks]
             found.append(torch.cat(parts, dim=3).view(torch.uint8))
         return found
+
+    def copies(self, pages: IntArray) -> list[torch.Tensor]:
+        """Read the plane that every rank has, ``TOKENS`` tokens of each rank."""
+        slots = find_token_slots(pages, np.arange(TOKENS), self.pool.page_size)
+        return [rank.planes[-1].buffer.view(torch.uint8)[:, :, slots] for rank in self.ranks]
 
     def _place(self, rank: KVPool, index: int) -> int:
         name = self.layout.planes[index].name
@@ -127,6 +133,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Node,
             generator = torch.Generator().manual_seed(SEED + number)
             if instance == "P":
                 pool.memory.random_(generator=generator)
+                pool.planes[-1].buffer.copy_(pools[0].planes[-1].buffer)
         made.append(Node(pools, make_manager(backend, pools[0], instance, path), layout))
         return made[-1]
 
@@ -179,6 +186,8 @@ def check_arrived(
         held = cached[plane.group]
         assert torch.equal(found[:, :, held:], sent[:, :, held:]), plane
         assert not found[:, :, :held].any(), plane
+    first, *others = d.copies(into)
+    assert all(torch.equal(first, other) for other in others), "of the plane that all ranks have"
     d_slots = find_token_slots(into, np.arange(TOKENS), d.pool.page_size)
     for rank, memory in zip(d.ranks, before, strict=True):
         for plane in rank.planes:
@@ -207,7 +216,7 @@ def test_each_plane_arrives_from_its_group_s_cached_length_on(
 
 @pytest.mark.parametrize("backend", BACKENDS_OF_RANKS)
 @pytest.mark.parametrize(("p_ranks", "d_ranks"), [(1, 2), (2, 1), (2, 2)])
-def test_sharded_planes_are_divided_anew_and_the_others_are_rank_0_s(
+def test_planes_of_ranks_are_divided_anew_or_copied_or_those_of_rank_0(
     nodes, backend: str, p_ranks: int, d_ranks: int
 ) -> None:
     rng = random.Random(f"{SEED}/{p_ranks}/{d_ranks}")
@@ -230,10 +239,12 @@ def test_a_flipped_bit_in_any_plane_changes_the_digest(nodes) -> None:
     _, into = transfer(p, d, rng, cached)
     good = d.pool.compute_digest(into, cached, TOKENS)
     planes = [plane for rank in d.ranks for plane in rank.planes]
-    # The second rank has none of the plane that is not sharded.
-    assert [plane.spec.name for plane in planes] == ["model", "latent", "head", "model", "head"]
+    # The second rank has none of the plane of the first.
+    names = ["model", "latent", "head", "rows", "model", "head", "rows"]
+    assert [plane.spec.name for plane in planes] == names
+    groups = {plane.name: plane.group for plane in d.layout.planes}
     for plane in planes:
-        token = rng.randrange(cached[plane.spec.group], TOKENS)
+        token = rng.randrange(cached[groups[plane.spec.name]], TOKENS)
         slots = find_token_slots(into, np.array([token]), d.pool.page_size)
         rows = plane.buffer.view(torch.uint8)
         layer, vector, _, head, byte = (rng.randrange(size) for size in rows.shape)
@@ -287,9 +298,9 @@ def test_a_commit_without_a_plane_fails_the_receiver(nodes) -> None:
     sender.finish()
     assert settled(sender) is TransferState.DONE
     receiver.commit(sender.bytes_sent)
-    whole, head = p.layout.token_bytes, p.layout.planes[2].token_bytes
+    whole, layer = p.layout.token_bytes, p.layout.planes[-1].token_bytes // 2
     assert str(receiver.error) == (
-        f"P committed {TOKENS * (whole - head)} KV bytes; {TOKENS * whole} were reserved"
+        f"P committed {TOKENS * (whole - layer)} KV bytes; {TOKENS * whole} were reserved"
     )
 
 
@@ -304,15 +315,15 @@ def test_blocks_end_where_planes_do() -> None:
         12 * 2 * 2 * 16 * 4,
         20 * 24 * 2,
     ]
-    assert SHAPE.missing_bytes(tokens) == 12 * 2 * 2 * 2 * 16 * 4 + 20 * 24 * 2
+    assert SHAPE.missing_bytes(tokens) == 12 * 2 * 2 * 2 * 16 * 4 + 20 * (24 * 2 + 2 * 20 * 4)
 
 
-CROSSING = [Block(0, 4, 1, 3), Block(0, 4, 2, 4), Block(0, 4, 3, 5), Block(0, 4, 4, 5)]
+CROSSING = [Block(0, 4, 1, 3), Block(0, 4, 2, 4), Block(0, 4, 5, 7), Block(0, 4, 6, 7)]
 
 
 @pytest.mark.parametrize("block", CROSSING)
 def test_a_block_of_two_planes_is_refused(block: Block) -> None:
-    complaint = r"4 layers, in planes of \[0, 2\), \[2, 3\), \[3, 4\)"
+    complaint = r"6 layers, in planes of \[0, 2\), \[2, 3\), \[3, 4\), \[4, 6\)"
     header = encode_header(bytes(16), 1, block, 4)
     with pytest.raises(PeerDataError, match=complaint):
         decode_header(header, SHAPE)
