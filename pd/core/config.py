@@ -41,6 +41,7 @@ TOOL_CALL_PARSERS = (
     "glm45",
     "glm47",
     "hermes",
+    "kimi_k2",
     "llama3_json",
     "mistral",
     "pythonic",
@@ -61,6 +62,7 @@ REASONING_PARSERS = (
     "deepseek_r1",
     "deepseek_v3",
     "glm45",
+    "kimi_k2",
     "mistral",
     "qwen3",
     "seed_oss",
@@ -68,6 +70,7 @@ REASONING_PARSERS = (
     "deepseek-r1",
     "deepseek-v3",
     "glm47",
+    "kimi",
 )
 
 

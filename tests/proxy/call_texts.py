@@ -5,7 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from pd.proxy.text.tools.families import DEEPSEEK_V3, DEEPSEEK_V31, GLM45, GLM47, ToolFamily
+from pd.proxy.text.tools.families import (
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    GLM45,
+    GLM47,
+    KIMI_K2,
+    ToolFamily,
+)
 
 PARIS = {"city": "Paris"}
 Case = tuple[ToolFamily, str, str, list[tuple[str, Any]]]
@@ -27,6 +34,13 @@ def deepseek_v31(name: str, arguments: str) -> str:
     return f"{CALL}{name}{SEP}{arguments}{CALL_END}"
 
 
+def kimi(call_id: str, arguments: str) -> str:
+    return f"<|tool_call_begin|>{call_id}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
+
+
+SECTION, END_SECTION = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+KIMI_END = "<|tool_call_end|>"
+KIMI_CLOSERS = json.dumps({"city": f"<|tool_call_end|>{END_SECTION}"})
 PARIS_TEXT = json.dumps(PARIS)
 CLOSERS = {"city": f"```{CALL_END}{END}"}
 CLOSERS_TEXT = json.dumps(CLOSERS, indent=2, ensure_ascii=False)
@@ -94,6 +108,21 @@ REAL: list[Case] = [
         [("get_weather", {"city": "a</arg_value>b", "unit": "celsius"}), ("get-time", {})],
     ),
     (
+        KIMI_K2,
+        f"I look. {SECTION}{kimi('functions.get_weather:0', PARIS_TEXT)}"
+        f"{kimi(' functions.get-time:1 ', ' ')}{END_SECTION}",
+        "I look. ",
+        [("get_weather", PARIS), ("get-time", {})],
+    ),
+    (
+        KIMI_K2,
+        f"{SECTION} {kimi('get_weather', KIMI_CLOSERS)}\n"
+        f"{kimi('get-time:7', '{}')}{END_SECTION} OK",
+        "OK",
+        [("get_weather", json.loads(KIMI_CLOSERS)), ("get-time", {})],
+    ),
+    (KIMI_K2, kimi("functions.get-time", '{"a": 1}'), "", [("get-time", {"a": 1})]),
+    (
         GLM47,
         "<tool_call>get_weather<arg_key>note</arg_key><arg_value>None</arg_value><arg_key>city"
         "</arg_key><arg_value>5</arg_value></tool_call>",
@@ -115,6 +144,10 @@ MALFORMED: list[tuple[ToolFamily, str]] = [
     (GLM47, "<tool_call>get-time<arg_key>a</arg_key>1"),
     (GLM47, "<tool_call>get-time</tool_ca"),
     (GLM47, "<tool_call></tool_call>"),
+    (KIMI_K2, f"{SECTION}<|tool_call_begin|>functions.get-time:0"),
+    (KIMI_K2, f"{SECTION}{kimi('functions.get?:0', '{}')}{END_SECTION}"),
+    (KIMI_K2, f"{SECTION}{kimi('', '{}')}"),
+    (KIMI_K2, f"{SECTION}no call{END_SECTION}"),
     (DEEPSEEK_V31, f"the tag {END} ends calls {CALL[:-2]}"),
 ]
 
@@ -123,6 +156,7 @@ CUT: list[tuple[ToolFamily, str]] = [
     (DEEPSEEK_V3, f'{BEGIN}{CALL}function{SEP}get_weather\n```json\n{{"city": "Pa'),
     (DEEPSEEK_V31, f'{BEGIN}{CALL}get_weather{SEP}{{"city": "Pa'),
     (GLM45, "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Pa"),
+    (KIMI_K2, SECTION + kimi("functions.get_weather:0", '{"city": "Pa').removesuffix(KIMI_END)),
     (GLM47, "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Pa"),
 ]
 
@@ -130,6 +164,7 @@ CUT: list[tuple[ToolFamily, str]] = [
 BROKEN: list[tuple[ToolFamily, str, str]] = [
     (DEEPSEEK_V3, deepseek_v3("get_weather", '{"city": "Paris"'), '{"city": "Paris"\n```'),
     (DEEPSEEK_V31, deepseek_v31("get_weather", '{"city": [1, <b>'), '{"city": [1, <b>'),
+    (KIMI_K2, kimi("functions.get_weather:0", '{"city": {'), '{"city": {'),
 ]
 
 # Texts that are meant to hurt.
@@ -139,14 +174,20 @@ HOSTILE: list[tuple[ToolFamily, str]] = [
     (DEEPSEEK_V31, f"{CALL}f{SEP}{{" + "<" * 200_000),
     (DEEPSEEK_V31, f"{CALL}f{SEP}{{" + CALL_END[:-1] * 20_000),
     (GLM45, "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>" + "</arg_value>" * 50_000),
+    (KIMI_K2, f"{kimi('f:0', '{}')}" * 5_000),
+    (KIMI_K2, "<|tool_call_begin|>" + "f:0" * 50_000),
     (GLM47, "<tool_call>f" + "<arg_key>a</arg_key><arg_value>1</arg_value>" * 10_000),
 ]
 
 # Which words and values to make random texts of.
-BITS = {"<arg_key>city</arg_key>", "<arg_value>", "</arg_value>", "<tool_call>get_weather"} | {
-    "```json",
-    "```",
-    "function",
-    deepseek_v3("get-time", "{}"),
-    f"{CALL}get_weather{SEP}",
-}
+BITS = (
+    {SECTION, "functions.", kimi("functions.get-time:0", "{}"), ":0"}
+    | {"<arg_key>city</arg_key>", "<arg_value>", "</arg_value>", "<tool_call>get_weather"}
+    | {
+        "```json",
+        "```",
+        "function",
+        deepseek_v3("get-time", "{}"),
+        f"{CALL}get_weather{SEP}",
+    }
+)

@@ -78,7 +78,7 @@ def plan_output(body: ChatRequest, text: TextModel, prompt: RenderedChat) -> Out
         new_calls = partial(family.parser, CallOptions(kinds, max_calls))
     kept_tokens = set(family.special) if family else set()
     if reasoning is not None:
-        kept_tokens |= {reasoning.open, reasoning.close}
+        kept_tokens |= {reasoning.open, *reasoning.ends}
     new_parser = None
     if reasoning or new_calls:
         new_parser = partial(_ChatParser, reasoning, stage, new_calls, body.separate_reasoning)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from pd.proxy.text.tools import tags
+from pd.proxy.text.tools import kimi, tags
 from pd.proxy.text.tools.events import Content, Reasoning
 from pd.proxy.text.tools.reader import Reader
 
@@ -25,11 +25,24 @@ class ReasoningTags(NamedTuple):
 
     Attributes:
         implied: answers begin inside the reasoning even without an opening tag in the prompt.
+        interrupts: tags that begin calls, so they end the reasoning, too.
     """
 
     open: str
     close: str
     implied: bool = False
+    interrupts: tuple[str, ...] = ()
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """Tags that end the reasoning."""
+        return (self.close, *self.interrupts)
+
+    def is_used_in(self, template: str) -> bool:
+        """Tell whether a chat template has these tags."""
+        return (self.open in template or self.close in template) and all(
+            tag in template for tag in self.interrupts
+        )
 
     def find_stage(self, tail: str, continued: str | None) -> Stage:
         """Find out where an answer begins.
@@ -56,7 +69,7 @@ class ReasoningTags(NamedTuple):
             return content
         begin = "" if stage == "inside" else self.open
         reasoning = tags.make_sequence(
-            tags.make_tag(begin, tags.any_text(), self.close),
+            tags.make_tag(begin, tags.any_text(*self.interrupts), self.close),
             {"type": "regex", "pattern": r"\n{0,2}"},
         )
         return tags.make_sequence(
@@ -67,6 +80,7 @@ class ReasoningTags(NamedTuple):
 _THINK = ReasoningTags("<think>", "</think>")
 _MISTRAL = ReasoningTags("[THINK]", "[/THINK]")
 _SEED = ReasoningTags("<seed:think>", "</seed:think>")
+_KIMI = _THINK._replace(interrupts=(kimi.SECTION,))
 _DEEPSEEK_R1 = _THINK._replace(implied=True)
 # By the names in all servers.
 _FAMILIES = {
@@ -77,6 +91,8 @@ _FAMILIES = {
     "deepseek-v3": _THINK,
     "glm45": _THINK,
     "glm47": _THINK,
+    "kimi": _KIMI,
+    "kimi_k2": _KIMI,
     "mistral": _MISTRAL,
     "seed_oss": _SEED,
 }
@@ -89,8 +105,8 @@ def find_reasoning_tags(name: str, template: str) -> ReasoningTags | None:
     """
     if name != "auto":
         return _FAMILIES.get(name)
-    known = (_SEED, _MISTRAL, _THINK)
-    return next((each for each in known if each.open in template or each.close in template), None)
+    known = (_SEED, _MISTRAL, _KIMI, _THINK)
+    return next((each for each in known if each.is_used_in(template)), None)
 
 
 class ReasoningParser(Reader):
@@ -118,9 +134,11 @@ class ReasoningParser(Reader):
         if inside:
             if not self._verbatim:
                 yield from source.skip_space()
-            close = yield from source.pass_until((tags.close,), self._emit_reasoning)
-            if self._verbatim:
-                self._emit_reasoning(close)
+            end = yield from source.pass_until(tags.ends, self._emit_reasoning)
+            if end in tags.interrupts:
+                self._emit_content(end)
+            elif self._verbatim:
+                self._emit_reasoning(end)
             else:
                 yield from source.skip_space()
         yield from source.pass_rest(self._emit_content)

@@ -74,4 +74,7 @@ class ReasoningCounter:
             self._is_inside, text = True, begin[len(tags.open) :]
         if tags.close in text:
             self._end, self._is_reading = self._tokens, False
-        self._tail = text[-len(tags.close) + 1 :]
+        elif any(tag in text for tag in tags.interrupts):
+            # Such a tag is one token.
+            self._end, self._is_reading = self._tokens - 1, False
+        self._tail = text[1 - max(map(len, tags.ends)) :]

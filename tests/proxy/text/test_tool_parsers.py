@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pd.core.config import TOOL_CALL_PARSERS
 from pd.proxy.api.chat_reader import merge_events
 from pd.proxy.requests.tools import read_tools
-from pd.proxy.text.reasoning import ReasoningParser, ReasoningTags
+from pd.proxy.text.reasoning import ReasoningParser, ReasoningTags, find_reasoning_tags
 from pd.proxy.text.tools.events import Arguments, CallStart, Content, Reasoning
 from pd.proxy.text.tools.families import (
     DEEPSEEK_V3,
@@ -22,6 +22,7 @@ from pd.proxy.text.tools.families import (
     GLM45,
     GLM47,
     HERMES,
+    KIMI_K2,
     LLAMA3_JSON,
     MISTRAL,
     PYTHONIC,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from pd.proxy.text.tools.events import OutputParser
 
 FAMILIES = [HERMES, QWEN3_CODER, LLAMA3_JSON, PYTHONIC, MISTRAL]
-FAMILIES += [DEEPSEEK_V3, DEEPSEEK_V31, GLM45, GLM47]
+FAMILIES += [DEEPSEEK_V3, DEEPSEEK_V31, GLM45, GLM47, KIMI_K2]
 WEATHER = {
     "type": "function",
     "function": {
@@ -364,14 +365,33 @@ def test_only_one_call_where_one_is_allowed() -> None:
 
 
 def test_ids_are_new_and_those_of_mistral_have_nine_letters() -> None:
-    ids = set()
+    ids, count = set(), 0
     for family, text, _, calls in REAL:
-        parser = family.parser(OPTIONS)
-        mine = [e.id for e in parser.add_text(text) + parser.close() if isinstance(e, CallStart)]
-        assert len(mine) == len(calls)
+        mine = ids_of(family, text)
+        assert len(set(mine)) == len(calls)
+        if family is not KIMI_K2:
+            ids |= set(mine)
+            count += len(calls)
         assert all(len(i) == 9 and i.isalnum() for i in mine) or family is not MISTRAL
-        ids |= set(mine)
-    assert len(ids) == sum(len(calls) for _, _, _, calls in REAL)
+    assert len(ids) == count
+
+
+def ids_of(family: ToolFamily, text: str) -> list[str]:
+    parser = family.parser(OPTIONS)
+    return [e.id for e in parser.add_text(text) + parser.close() if isinstance(e, CallStart)]
+
+
+@pytest.mark.parametrize(
+    ("written", "ids"),
+    [
+        (["functions.f:3", "functions.g:4"], ["functions.f:3", "functions.g:4"]),
+        (["f", "functions.g:4", "g"], ["functions.f:0", "functions.g:4", "functions.g:2"]),
+        (["functions.f:0", "functions.f:0", "f:1"], [f"functions.f:{n}" for n in (0, 1, 2)]),
+    ],
+)
+def test_kimis_calls_keep_their_ids(written: list[str], ids: list[str]) -> None:
+    """Unless one comes twice. Its template shows them to the model, next to the results."""
+    assert ids_of(KIMI_K2, "".join(call_texts.kimi(each, "{}") for each in written)) == ids
 
 
 def test_what_python_would_call_otherwise_is_text_behind_other_calls() -> None:
@@ -586,6 +606,20 @@ def test_pieces_do_not_matter_to_reasoning(
         assert "".join(part for _, part in whole) == text
 
 
+def test_kimis_calls_end_its_reasoning() -> None:
+    tags = find_reasoning_tags("kimi_k2", "")
+    assert tags is not None
+    assert find_reasoning_tags("auto", f"<think></think>{call_texts.SECTION}") == tags
+    for text in ("hm <tool", "hm "):
+        for verbatim in (True, False):
+            for size in (1, None):
+                parser = ReasoningParser(tags, "inside", verbatim=verbatim)
+                assert read(parser, f"{text}{call_texts.SECTION} x", size) == [
+                    ("Reasoning", text),
+                    ("Content", f"{call_texts.SECTION} x"),
+                ]
+
+
 def test_reasoning_ends_at_its_tag() -> None:
     tags = ReasoningTags("<think>", "</think>")
     for stage, text in (
@@ -694,7 +728,7 @@ TEMPLATES: list[tuple[str, str | None, str]] = [
     ("LFM2", None, "<|tool_call_start|>[func_name1(a=1)]<|tool_call_end|>"),
     ("Granite 3", None, '<|tool_call|>[{"name": "f", "arguments": {}}]'),
     ("Phi 4 mini", None, '<|tool_call|>[{"name": "f", "arguments": {}}]<|/tool_call|>'),
-    ("Kimi K2", None, "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"),
+    ("Kimi K2", "kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"),
     (
         "DeepSeek V3",
         "deepseek_v3",

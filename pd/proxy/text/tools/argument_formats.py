@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pd.core.brief import short_repr
+from pd.proxy.text.tools import kimi
 from pd.proxy.text.tools.functions import classify_schema, get_properties
 from pd.proxy.text.tools.tags import (
     EMPTY,
@@ -45,6 +46,12 @@ def make_json_arguments(function: Function) -> Format:
     if "type" not in schema and not any(keyword in schema for keyword in _WHOLE):
         schema = schema | _ANY_OBJECT
     return json_value(schema)
+
+
+def make_numbered_arguments(function: Function) -> Format:
+    """Make the format of a call's number, and of arguments as a JSON object after Kimi's tag."""
+    number = {"type": "regex", "pattern": "[0-9]{1,3}"}
+    return make_sequence(number, make_text(kimi.ARGUMENTS), make_json_arguments(function))
 
 
 class TagLayout(NamedTuple):

@@ -6,10 +6,11 @@ import re
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from pd.proxy.text.tools import deepseek, glm, hermes, llama_json, mistral, pythonic, qwen_xml
+from pd.proxy.text.tools import deepseek, glm, hermes, kimi, llama_json, mistral, pythonic, qwen_xml
 from pd.proxy.text.tools.argument_formats import (
     TagLayout,
     make_json_arguments,
+    make_numbered_arguments,
     make_python_arguments,
 )
 from pd.proxy.text.tools.tags import CallForm
@@ -177,6 +178,21 @@ GLM47 = ToolFamily(
     ),
     glm.TAGS,
 )
+KIMI_K2 = ToolFamily(
+    "kimi_k2",
+    kimi.KimiParser,
+    CallForm(
+        begin=f"{kimi.CALL}{kimi.NAMESPACE}%s:",
+        end=kimi.END_CALL,
+        make_arguments=make_numbered_arguments,
+        separator="",
+        opening=kimi.SECTION,
+        closing=kimi.END_SECTION,
+        trigger=kimi.SECTION,
+        forbidden=(kimi.CALL,),
+    ),
+    kimi.TAGS,
+)
 _FAMILIES = {
     family.name: family
     for family in (
@@ -189,6 +205,7 @@ _FAMILIES = {
         DEEPSEEK_V31,
         GLM45,
         GLM47,
+        KIMI_K2,
     )
 }
 # Names in other servers.
@@ -214,6 +231,7 @@ _MARKS = (
     (PYTHONIC, re.compile(r"\[func_name1\(")),
     (LLAMA3_JSON, re.compile(r"\{name:functionname,parameters:")),
     (PYTHONIC, re.compile(re.escape(pythonic.START))),
+    (KIMI_K2, re.compile(re.escape(kimi.CALL))),
     (DEEPSEEK_V3, re.compile(f"{re.escape(deepseek.SEPARATOR)}.*{deepseek.FENCE}json")),
     (DEEPSEEK_V31, re.compile(re.escape(deepseek.SEPARATOR))),
 )

@@ -26,7 +26,8 @@ _MAX_NAME = 128
 class MistralParser(CallParser):
     """Reads both forms."""
 
-    new_id = staticmethod(make_short_id)
+    def make_id(self) -> str:
+        return make_short_id()
 
     def read_text(self) -> Steps[None]:
         source = self.source

@@ -11,8 +11,6 @@ from pd.proxy.text.tools.events import Arguments, CallStart, Content
 from pd.proxy.text.tools.incoming import Incoming, MalformedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from pd.proxy.text.tools.events import Event
     from pd.proxy.text.tools.functions import ParameterKind
     from pd.proxy.text.tools.incoming import Steps
@@ -32,11 +30,6 @@ class CallOptions(NamedTuple):
 
     kinds: dict[str, dict[str, ParameterKind]]
     max_calls: int | None = None
-
-
-def make_long_id() -> str:
-    """Make the id of a call in OpenAI's form."""
-    return f"call_{secrets.token_hex(12)}"
 
 
 def make_short_id() -> str:
@@ -82,13 +75,15 @@ class CallParser(Reader):
     rest.
     """
 
-    new_id: Callable[[], str] = staticmethod(make_long_id)
-
     def __init__(self, options: CallOptions) -> None:
         super().__init__()
         self.options = options
         self._calls = 0
         self._is_after_call = False
+
+    def make_id(self) -> str:
+        """Make the id of a call."""
+        return f"call_{secrets.token_hex(12)}"
 
     # ---- Called by subclasses.
 
@@ -110,7 +105,7 @@ class CallParser(Reader):
         self._calls += 1
         if self._is_wanted():
             self.call_is_open = True
-            self.emit_event(CallStart(self.new_id(), name))
+            self.emit_event(CallStart(self.make_id(), name))
 
     def emit_arguments(self, text: str) -> None:
         if text and self._is_wanted():
