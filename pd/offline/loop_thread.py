@@ -94,8 +94,9 @@ class LoopThread:
         """Cancel everything that runs on the thread, and end it. Closing again does nothing."""
         with self._lock:
             if not self._is_closed:
-                self._call_soon(self._loop.stop)
+                # Set first, because the calls that the loop cancels ask for it.
                 self._is_closed = True
+                self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
     def _call_soon(self, callback: Callable[[], object]) -> None:
