@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -14,6 +15,9 @@ MAX_TOP_LOGPROBS = 20
 MAX_CHOICES = 64
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKEN_IDS = 1024
+# Limit on the tokens of all bad words together. Most words have two spellings.
+MAX_BAD_TOKENS = 1024
 SEED_LIMIT = 1 << 63
 # Token ids are int32.
 TOKEN_ID_LIMIT = 1 << 31
@@ -35,6 +39,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "top_logprobs": (0, MAX_TOP_LOGPROBS),
 }
 MAX_LOGIT_BIAS_VALUE = 100.0
+# What the limits of these parameters count.
+_ENTRIES = {"bad_words": "tokens in all"}
 _MIX = 0x9E3779B97F4A7C15
 
 
@@ -63,6 +69,8 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             None reports none. We can use less of the cache then, because the log probability of a
             prompt token needs the logits of its predecessor.
         grammar: language of the output, or None.
+        allowed_token_ids: only these tokens may be drawn; empty for all.
+        bad_sequences: sequences of tokens that the output may not contain.
     """
 
     max_tokens: int
@@ -83,6 +91,13 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     top_logprobs: int = 0
     prompt_logprobs_start: int | None = None
     grammar: Grammar | None = None
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_sequences: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def limits_tokens(self) -> bool:
+        """Whether some tokens may never be drawn, or not after others."""
+        return bool(self.allowed_token_ids or self.bad_sequences)
 
     @property
     def greedy(self) -> bool:
@@ -108,6 +123,8 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"{short_repr(self.prompt_logprobs_start)}",
                 param="logprob_start_len",
             )
+        if not all(self.bad_sequences):
+            raise InvalidRequestError("bad_words has an empty sequence", param="bad_words")
         self._validate_token_ids(vocab_size)
         if self.grammar is not None:
             self.grammar.validate()
@@ -117,10 +134,14 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name, ids, max_entries in (
             ("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS),
             ("logit_bias", self.logit_bias, MAX_LOGIT_BIAS),
+            ("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS),
+            ("bad_words", tuple(chain.from_iterable(self.bad_sequences)), MAX_BAD_TOKENS),
         ):
             if len(ids) > max_entries:
                 raise InvalidRequestError(
-                    f"{name} has {len(ids)} entries; at most {max_entries} are accepted", param=name
+                    f"{name} has {len(ids)} {_ENTRIES.get(name, 'entries')}; at most {max_entries} "
+                    "are accepted",
+                    param=name,
                 )
             for token in ids:
                 if not 0 <= token < limit:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
 from pd.engine.ruled_choice import SLOW_SECONDS
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from pd.engine.draft_tree import DraftTree
     from pd.engine.ruled_choice import RuledChoice
+    from pd.engine.token_rules import TokenRules
 
     IntArray = npt.NDArray[np.int32]
 
@@ -139,9 +141,12 @@ class _RowBatch:
         self.were_quick, self.slow = False, choice
 
     def _fill_together(self, choices: list[RuledChoice]) -> None:
-        rules = [choice.rules for choice in choices]
+        kinds: defaultdict[type[TokenRules], list[tuple[TokenRules, int]]] = defaultdict(list)
+        for choice, request in zip(choices, self._plain, strict=True):
+            kinds[type(choice.rules)].append((choice.rules, request.row))
         try:
-            rules[0].fill_together(rules, self._masks, [request.row for request in self._plain])
+            for kind, pairs in kinds.items():
+                kind.fill_together([r for r, _ in pairs], self._masks, [row for _, row in pairs])
         except Exception:
             # One of them is the reason. Filled one at a time, each records its own error.
             logger.exception("masks could not be filled together")

@@ -12,6 +12,7 @@ from pd.core.errors import InvalidRequestError, NodeFailedError, PDError
 from pd.core.messages import Finish
 from pd.core.sampling_params import choice_seed
 from pd.engine.ruled_choice import RuledChoice
+from pd.engine.token_limits import LimitTable, TokenLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -108,6 +109,7 @@ class SamplingState:
         self._ending = frozenset(ending)
         inside = sorted(token for token in ending if 0 <= token < vocab_size)
         if make_rules is not None:
+            # NOTE: limits alone end no output, so they leave ``ignore_eos`` as it is.
             inside = find_ending_tokens(params, eos_token_ids, vocab_size)
         self._vocab_size = vocab_size
         self.stop_ids = np.array(inside, dtype=np.int64)
@@ -119,9 +121,17 @@ class SamplingState:
         self.prompt_ids = np.unique(prompt) if repeats else np.empty(0, np.int32)
         self._forget_output()
         self.rules: RuledChoice | None = None
-        if make_rules is not None:
-            kind = "grammar" if params.grammar is None else params.grammar.kind
-            self.rules = RuledChoice(make_rules(inside), kind, prompt, self._trim_forced)
+        rules = None if make_rules is None else make_rules(inside)
+        if params.limits_tokens:
+            rules = TokenLimits(LimitTable(params, vocab_size), rules)
+        if rules is not None:
+            kind = self._limits_name if params.grammar is None else params.grammar.kind
+            self.rules = RuledChoice(rules, kind, prompt, self._trim_forced)
+
+    @property
+    def _limits_name(self) -> str:
+        """The client's field that limits tokens, for messages."""
+        return "allowed_token_ids" if self.params.allowed_token_ids else "bad_words"
 
     def find_position(self, ahead: int = 0) -> int:
         """Return the position, in prompt and output together, of the token after the next ``ahead``
@@ -203,12 +213,13 @@ class SamplingState:
     def make_error(self, error: str) -> PDError:
         """Make the error of a request for which no token could be drawn. ``error`` is the sampler's
         message."""
-        if self.rules is None or self.params.grammar is None:
+        grammar = self.params.grammar
+        if self.rules is None or not (grammar or self.params.limits_tokens):
             return NodeFailedError(error)
+        field = self._limits_name if grammar is None else grammar.kind
         return InvalidRequestError(
-            f"{self.params.grammar.kind}: it leaves no token that the model could go on with "
-            f"(or {error})",
-            param=self.params.grammar.kind,
+            f"{field}: it leaves no token that the model could go on with (or {error})",
+            param=field,
         )
 
     def fork_state(self, index: int) -> SamplingState:

@@ -106,6 +106,8 @@ class SamplingParams:
         seed: the same seed gives the same answer in float32. Without one, the LLM's seed decides.
         logprobs: adds log probabilities, with this many likeliest tokens at each position.
         prompt_logprobs: the same for the prompt's tokens.
+        bad_words: texts that the answer may not contain.
+        allowed_token_ids: only these tokens may be drawn.
         truncate_prompt_tokens: keep so many tokens at the end of a prompt; -1 for as many as fit.
     """
 
@@ -130,10 +132,10 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     structured_outputs: StructuredOutputsParams | None = None
     logit_bias: Mapping[int, float] | None = None
-    # Refused unless they ask for nothing.
-    best_of: int | None = None
     bad_words: Sequence[str] | None = None
     allowed_token_ids: Sequence[int] | None = None
+    # Refused unless they ask for nothing.
+    best_of: int | None = None
     logits_processors: Sequence[object] | None = None
     logprob_token_ids: Sequence[int] | None = None
     flat_logprobs: bool = False
@@ -169,8 +171,9 @@ class SamplingParams:
         body = {name: getattr(self, name) for name in _SAME_AT_THE_PROXY}
         if self.stop is not None:
             body["stop"] = self.stop if isinstance(self.stop, str) else list(self.stop)
-        if self.stop_token_ids is not None:
-            body["stop_token_ids"] = list(self.stop_token_ids)
+        for name in ("stop_token_ids", "bad_words", "allowed_token_ids"):
+            if getattr(self, name) is not None:
+                body[name] = list(getattr(self, name))
         if self.logit_bias is not None:
             body["logit_bias"] = {str(token): bias for token, bias in self.logit_bias.items()}
         if self.structured_outputs is not None:
@@ -198,8 +201,6 @@ _SAME_AT_THE_PROXY = (
 )
 _UNSUPPORTED_SAMPLING = {
     "best_of": 1,
-    "bad_words": [],
-    "allowed_token_ids": None,
     "logits_processors": [],
     "logprob_token_ids": None,
     "flat_logprobs": False,

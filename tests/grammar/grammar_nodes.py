@@ -109,6 +109,13 @@ FEATURES: dict[str, dict[str, Any]] = {
         "repetition_penalty": 1.2,
     },
     "bias": {"grammar": JSON, "logit_bias": {EOS: 50.0, 5: 10.0}},
+    # No two of these capital letters follow each other.
+    "limits": {
+        "grammar": JSON,
+        "temperature": 1.0,
+        "seed": 17,
+        "bad_sequences": tuple(itertools.product(range(32, 50), repeat=2)),
+    },
     "log probabilities": {"grammar": JSON, "logprobs": True, "top_logprobs": 2},
     "min tokens": {"grammar": JSON, "temperature": 1.0, "seed": 5, "min_tokens": 150},
     "eos ignored": {"grammar": JSON, "temperature": 1.0, "seed": 6, "ignore_eos": True},

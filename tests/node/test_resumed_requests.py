@@ -40,6 +40,12 @@ FEATURES: dict[str, dict[str, Any]] = {
     },
     "min tokens": {"min_tokens": 15, "stop_token_ids": EVEN, "temperature": 1.0, "seed": 2},
     "bias": {"logit_bias": {7: 3.0, 9: -50.0}, "temperature": 1.0, "seed": 3},
+    "limits": {
+        "allowed_token_ids": EVEN[:40],
+        "bad_sequences": tuple((a, a) for a in EVEN[:40]) + tuple((a, 4, a + 2) for a in EVEN[:40]),
+        "temperature": 1.0,
+        "seed": 6,
+    },
     "log probabilities": {"logprobs": True, "top_logprobs": 2, "temperature": 1.0, "seed": 4},
 }
 # Tokens that were output before: one, some, all but one; with a page's end and beside it.

@@ -118,8 +118,7 @@ def test_settings_have_our_own_names_too() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"bad_words": ["x"]}, "SamplingParams: bad_words="),
-        ({"allowed_token_ids": [1]}, "allowed_token_ids="),
+        ({"logprob_token_ids": [1]}, "SamplingParams: logprob_token_ids="),
         ({"best_of": 2}, "best_of=2 is not supported; leave it out or give 1"),
         ({"detokenize": False}, "detokenize=False"),
         ({"logits_processors": [print]}, "logits_processors="),
@@ -133,9 +132,11 @@ def test_unsupported_sampling_is_refused_by_name(arguments: dict[str, Any], mess
 
 
 def test_sampling_arguments_that_ask_for_nothing_are_fine() -> None:
-    params = SamplingParams(best_of=1, bad_words=[], detokenize=True, extra_args={}, stop=("a",))
-    assert params.to_json()["stop"] == ["a"]
-    assert not {"best_of", "bad_words", "detokenize", "extra_args"} & params.to_json().keys()
+    params = SamplingParams(best_of=1, bad_words=(), detokenize=True, extra_args={}, stop=("a",))
+    assert (params.to_json()["stop"], params.to_json()["bad_words"]) == (["a"], [])
+    assert (
+        not {"best_of", "allowed_token_ids", "detokenize", "extra_args"} & params.to_json().keys()
+    )
     with pytest.raises(TypeError, match="colour"):
         SamplingParams(colour="red")  # type: ignore[call-arg]
 

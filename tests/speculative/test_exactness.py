@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 TOKENS = 24
 PROMPTS = list(random_prompts(3, [5, 16, 33, 64, 100]))
+# With no token followed by a larger one.
+FALLING = tuple(range(40, 64))
 # What a request asks for, one feature each.
 FEATURES: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -41,6 +43,14 @@ FEATURES: dict[str, dict[str, Any]] = {
     "stop ids": {"stop_token_ids": tuple(range(0, VOCAB_SIZE, 16)), "seed": 3, "temperature": 1.0},
     "log probabilities": {"logprobs": True, "top_logprobs": 3},
     "choices": {"n": 3, "temperature": 1.0, "seed": 11},
+    "limits": {
+        "allowed_token_ids": FALLING,
+        "bad_sequences": tuple((a, b) for a in FALLING for b in FALLING if a < b),
+        "temperature": 1.0,
+        "seed": 5,
+        "n": 2,
+        "logprobs": True,
+    },
     "one token": {"max_tokens": 1},
     "two tokens": {"max_tokens": 2},
 }
@@ -75,6 +85,15 @@ def plain() -> Iterator[dict[str, list[Pending]]]:
     """What each feature's requests are answered without speculation."""
     with layout("unified") as cluster:
         yield {name: answers(cluster, **params) for name, params in FEATURES.items()}
+
+
+def test_no_forbidden_token_is_drawn(plain: dict[str, list[Pending]]) -> None:
+    outputs = [tokens for pending in plain["limits"] for tokens in pending.result()]
+    assert len({tuple(tokens) for tokens in outputs}) > len(PROMPTS)
+    for tokens in outputs:
+        assert len(tokens) == TOKENS
+        assert set(tokens) <= set(FALLING)
+        assert tokens == sorted(tokens, reverse=True)
 
 
 @pytest.fixture

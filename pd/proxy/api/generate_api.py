@@ -128,6 +128,8 @@ def _make_spec(
         wanted = limits.choose_max_tokens(len(ids), GENERATE_TOKENS)
     discard = wanted == 0
     arguments = sampling.make_arguments() | {"max_tokens": 1 if discard else wanted}
+    if sampling.bad_words:
+        arguments["bad_sequences"] = model.encode_bad_words(sampling.bad_words)
     if options.return_logprob:
         arguments |= {"logprobs": True, "top_logprobs": options.top_logprobs_num}
         start = options.logprob_start_len

@@ -51,6 +51,8 @@ def make_sampling_params(
     if max_tokens is None:
         max_tokens = limits.choose_max_tokens(num_prompt_tokens, default_max_tokens)
     arguments = limits.sampling_defaults.as_arguments() | body.make_arguments() | further
+    if body.bad_words:
+        arguments["bad_sequences"] = model.encode_bad_words(body.bad_words)
     return make_params(arguments | {"max_tokens": max_tokens}, limits.vocab_size)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -59,6 +60,27 @@ class ModelView(NamedTuple):
         if self.text is None:
             raise InvalidRequestError(NO_TOKENIZER, param=param)
         return self.text
+
+    def encode_bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """Return the token sequences of bad words. Raises InvalidRequestError."""
+        return _encode_bad_words(self.require_text("bad_words"), words)
+
+
+# All prompts of a request have the same words.
+@lru_cache(maxsize=64)
+def _encode_bad_words(text: TextModel, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    """Tokenize each word as vLLM does: as it is, and after a space if that changes its first
+    token and keeps the number of tokens."""
+    spellings = [spelling for word in words for spelling in (word, " " + word.lstrip())]
+    encoded = text.encode_texts(spellings, add_special_tokens=False, param="bad_words")
+    sequences: dict[tuple[int, ...], None] = {}
+    ids = [tuple(each.tolist()) for each in encoded]
+    for plain, spaced in zip(ids[::2], ids[1::2], strict=True):
+        if plain:
+            sequences[plain] = None
+        if spaced and len(spaced) == len(plain) and spaced[0] != plain[0]:
+            sequences[spaced] = None
+    return tuple(sequences)
 
 
 def encode_prompt(

@@ -12,6 +12,7 @@ from pd.core.errors import InvalidRequestError
 from pd.core.grammar import MAX_GRAMMAR_BYTES
 from pd.core.messages import MAX_PREFIX_LEASE
 from pd.core.sampling_params import (
+    MAX_ALLOWED_TOKEN_IDS,
     MAX_LOGIT_BIAS,
     MAX_LOGIT_BIAS_VALUE,
     MAX_STOP_TOKEN_IDS,
@@ -20,8 +21,11 @@ from pd.core.sampling_params import (
     sampler_seed,
 )
 from pd.proxy.requests.fields import (
+    MAX_BAD_WORDS,
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
+    AllowedTokens,
+    BadWords,
     Bounds,
     Integer,
     Integers,
@@ -113,6 +117,18 @@ class SamplingFields(RequestModel):
         f"to {MAX_LOGIT_BIAS_VALUE:g}.",
         json_schema_extra={"maxProperties": MAX_LOGIT_BIAS},
     )
+    allowed_token_ids: AllowedTokens = Field(
+        [],
+        description="Only these tokens may be drawn. Without the model's end-of-sequence token, "
+        "only `max_tokens` ends an answer.",
+        json_schema_extra={"minItems": 1, "maxItems": MAX_ALLOWED_TOKEN_IDS},
+    )
+    bad_words: BadWords = Field(
+        (),
+        description=f"Up to {MAX_BAD_WORDS} texts that the answer may not contain as these tokens, "
+        "with or without a space before them.",
+        json_schema_extra={"maxItems": MAX_BAD_WORDS},
+    )
     stop: StopStrings = Field(
         (),
         description=f"A string that ends an answer, or up to {MAX_STOP_STRINGS} of them with "
@@ -161,6 +177,7 @@ class SamplingFields(RequestModel):
 
 
 _ARGUMENTS = SamplingFields.model_fields.keys() - {
+    "bad_words",
     "stop",
     "stop_regex",
     "skip_special_tokens",

@@ -31,6 +31,8 @@ MIN_INTEGER, MAX_INTEGER = -(1 << 63), (1 << 63) - 1
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 4096
 MAX_OPTIONS = 1024
+MAX_BAD_WORDS = 256
+MAX_BAD_CHARACTERS = 4096
 # An error names at most this many wrong keys.
 _SHOWN = 8
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,8}")
@@ -180,6 +182,25 @@ def _check_stop(value: object) -> tuple[str, ...]:
     return tuple(stops)
 
 
+def _check_bad_words(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or (value and not are_all(str, value)):
+        raise make_mismatch("a list of texts", value)
+    if len(value) > MAX_BAD_WORDS:
+        raise make_problem(f"has {len(value)} texts; at most {MAX_BAD_WORDS} are allowed")
+    if not all(map(str.strip, value)):
+        raise make_problem("may not contain an empty text")
+    if (size := sum(map(len, value))) > MAX_BAD_CHARACTERS:
+        raise make_problem(f"must have at most {MAX_BAD_CHARACTERS} characters in all, not {size}")
+    return tuple(value)
+
+
+def _check_allowed_tokens(value: object) -> object:
+    integers = _check_integers(value)
+    if not integers:
+        raise make_problem("is empty, so no token could be drawn; leave it out, or name tokens")
+    return integers
+
+
 def _check_stop_patterns(value: object) -> tuple[str, ...]:
     if value is None:
         return ()
@@ -269,6 +290,12 @@ TokenLists = Annotated[
     PlainValidator(_check_token_lists, json_schema_input_type=list[int] | list[list[int]]),
 ]
 Integers = Annotated[list[int], PlainValidator(_check_integers, json_schema_input_type=list[int])]
+AllowedTokens = Annotated[
+    list[int], PlainValidator(_check_allowed_tokens, json_schema_input_type=list[int])
+]
+BadWords = Annotated[
+    tuple[str, ...], PlainValidator(_check_bad_words, json_schema_input_type=list[str])
+]
 StopStrings = Annotated[
     tuple[str, ...], PlainValidator(_check_stop, json_schema_input_type=str | list[str])
 ]

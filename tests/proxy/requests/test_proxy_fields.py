@@ -330,6 +330,8 @@ VALUES: dict[str, Acts] = {
     "sampling_seed": Acts(11),
     "n": Acts(2),
     "logit_bias": Acts({"5": 1}),
+    "allowed_token_ids": Acts([5]),
+    "bad_words": Acts(["x"]),
     "stop": Acts("quick"),
     "stop_regex": Acts("q[a-z]+k"),
     "stop_token_ids": Acts([300]),

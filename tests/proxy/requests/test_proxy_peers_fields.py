@@ -72,6 +72,26 @@ def test_constraints_by_every_name(
     assert grammar_of(cluster, 2) == grammar_of(cluster)
 
 
+def test_bad_words_become_the_tokens_of_both_spellings(cluster: Cluster) -> None:
+    cluster.pair(says("x"))
+    client = cluster.client()
+    fields: dict[str, Any] = {"bad_words": ["fox", " the quick"], "allowed_token_ids": [7, 5]}
+    complete(client, **fields)
+    sequences = {tuple(ids(text)) for text in ("fox", " fox", " the quick")}
+    spaced, plain = tuple(ids(" fox")), tuple(ids("fox"))
+    if len(spaced) != len(plain) or spaced[0] == plain[0]:
+        sequences.remove(spaced)
+    params = cluster.prefill[0].wait_generate().params
+    assert (set(params.bad_sequences), params.allowed_token_ids) == (sequences, (7, 5))
+    chat(client, **fields)
+    native = {"text": "a", "sampling_params": fields}
+    assert client.post("/generate", json=native).status_code == 200
+    for count in (2, 3):
+        again = cluster.prefill[0].wait_generate(count).params
+        assert again.bad_sequences == params.bad_sequences
+        assert again.allowed_token_ids == params.allowed_token_ids
+
+
 def test_an_error_about_a_constraint_names_the_clients_field(cluster: Cluster) -> None:
     prefill, _ = cluster.pair(auto=False)
     client = cluster.client()
