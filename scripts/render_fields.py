@@ -9,7 +9,17 @@ import sys
 from pathlib import Path
 
 # Models of requests add their places to the table.
-from pd.proxy.requests import admin, anthropic, chat, known_fields, native, ollama, openai, tokens
+from pd.proxy.requests import (
+    admin,
+    anthropic,
+    chat,
+    known_fields,
+    native,
+    ollama,
+    openai,
+    responses,
+    tokens,
+)
 from pd.proxy.requests import output_grammar as structured
 from pd.proxy.requests.known_fields import (
     CHAT,
@@ -23,7 +33,7 @@ from pd.proxy.requests.known_fields import (
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "docs" / "fields.md"
-MODELS = (admin, anthropic, chat, native, ollama, openai, structured, tokens)
+MODELS = (admin, anthropic, chat, native, ollama, openai, responses, structured, tokens)
 
 HEAD = """\
 # Fields of requests

@@ -30,8 +30,10 @@ def make_now() -> None:
     """Make the fields of all routes of a proxy, for processes that will be forked from this one."""
     from pd.proxy.api.admin_api import AdminAPI
     from pd.proxy.api.compat_api import CompatAPI
+    from pd.proxy.api.responses_api import ResponsesAPI
     from pd.proxy.app import make_app
 
     make_once()
     admin, compat = object.__new__(AdminAPI), object.__new__(CompatAPI)
-    make_app(Mock(), Mock(), admin, compat, Mock(), Mock())
+    responses = object.__new__(ResponsesAPI)
+    make_app(Mock(), Mock(), admin, compat, responses, Mock(), Mock())

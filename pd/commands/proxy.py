@@ -186,11 +186,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
     )
 
+    start_group("storage")
+    add(
+        "--storage-dir",
+        "directory on a local disk for responses that clients store, one per proxy (default: a "
+        "temporary one, removed at the end)",
+        type=types.parse_path,
+        metavar="DIR",
+    )
+    add_number("--storage-mb", "most MiB of stored responses per API key; the oldest make room")
+
 
 def make_config(args: argparse.Namespace) -> ProxyConfig:
     """Make the proxy's configuration. Raises UsageError for impossible values."""
     settings = dict(vars(args))
-    for name in ("tokenizer", "tls_cert", "tls_key"):
+    for name in ("tokenizer", "tls_cert", "tls_key", "storage_dir"):
         if settings[name] is not None:
             settings[name] = str(settings[name])
     for name in ("command", "config", "log_level"):

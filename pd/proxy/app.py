@@ -23,6 +23,7 @@ from pd.proxy.api.answer_schemas import (
     ChatCompletion,
     Completion,
     CompletionChunk,
+    DeletedObject,
     DetokenizeResult,
     FlushResult,
     InvocationAnswer,
@@ -32,6 +33,8 @@ from pd.proxy.api.answer_schemas import (
     ModelList,
     NativeAnswer,
     NativeResult,
+    ResponseEvent,
+    ResponseObject,
     ServerFacts,
     ServerLoad,
     Status,
@@ -63,6 +66,7 @@ if TYPE_CHECKING:
 
     from pd.proxy.api.admin_api import AdminAPI
     from pd.proxy.api.compat_api import CompatAPI
+    from pd.proxy.api.responses_api import ResponsesAPI
     from pd.proxy.api.service import Service
     from pd.proxy.dispatch.proxy_metrics import Metrics
     from pd.proxy.http.access import Access
@@ -85,13 +89,14 @@ def make_app(
     router: Router,
     admin: AdminAPI,
     compat: CompatAPI,
+    responses: ResponsesAPI,
     metrics: Metrics,
     access: Access,
     cors_origins: Sequence[str] = (),
 ) -> FastAPI:
     app = FastAPI(title="pd", version=__version__, openapi_url=None)
     app.state.bodies, app.state.access = service.bodies, access
-    endpoints = _list_endpoints(service, router, admin, compat)
+    endpoints = _list_endpoints(service, router, admin, compat, responses)
     for endpoint in endpoints:
         _add_endpoint(app, endpoint)
     add_description(app, [endpoint.events for endpoint in endpoints])
@@ -140,7 +145,11 @@ class _Endpoint(NamedTuple):
 
 
 def _list_endpoints(
-    service: Service, router: Router, admin: AdminAPI, compat: CompatAPI
+    service: Service,
+    router: Router,
+    admin: AdminAPI,
+    compat: CompatAPI,
+    responses: ResponsesAPI,
 ) -> list[_Endpoint]:
     tokens, endpoint = TokensAPI(service), _Endpoint
     completions, chat = CompletionsAPI(service), ChatAPI(service)
@@ -155,8 +164,12 @@ def _list_endpoints(
         endpoint("POST", "/v1/messages/count_tokens", anthropic.count_tokens, TokenCount),
         endpoint("POST", "/api/chat", ollama.chat, OllamaAnswer, OllamaAnswer),
         endpoint("POST", "/api/generate", ollama.generate, OllamaAnswer, OllamaAnswer),
+        endpoint("POST", "/v1/responses", responses.create, ResponseObject, ResponseEvent),
         endpoint("POST", "/invocations", invocations.handle, InvocationAnswer, InvocationEvent),
         endpoint("POST", "/generate", native.handle, NativeAnswer, NativeResult),
+        endpoint("GET", "/v1/responses/{response_id}", responses.get_response, ResponseObject),
+        endpoint("DELETE", "/v1/responses/{response_id}", responses.delete_response, DeletedObject),
+        endpoint("POST", "/v1/embeddings", compat.refuse_embeddings),
         endpoint("GET", "/v1/models", admin.list_models, ModelList),
         endpoint("GET", "/v1/models/{model:path}", admin.get_model, ModelCard),
         endpoint("POST", "/tokenize", tokens.tokenize, TokenizeResult),

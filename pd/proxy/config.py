@@ -31,6 +31,8 @@ MAX_OBJECTIVE_MS = 3.6e6
 
 ON_OFF = ("on", "off")
 MAX_FAILOVERS = 1000
+# Room for a response with the longest request; and a petabyte.
+MIN_STORAGE_MB, MAX_STORAGE_MB = 32, 1 << 30
 
 
 @dataclass(kw_only=True)
@@ -51,6 +53,8 @@ class ProxyConfig:
         max_failovers: limit on the failovers of a request.
         failover_wait: seconds that a request waits for an available node.
         trace_requests: file with a row for every served prompt.
+        storage_dir: directory for stored responses; None for a temporary one.
+        storage_mb: limit on the stored responses of each key in MiB.
     """
 
     prefill: list[str] = field(default_factory=list)
@@ -84,6 +88,8 @@ class ProxyConfig:
     max_failovers: int = 2
     failover_wait: float = 60.0
     trace_requests: str | None = None
+    storage_dir: str | None = None
+    storage_mb: int = 256
 
     @property
     def itl(self) -> float:
@@ -168,6 +174,11 @@ class ProxyConfig:
             )
         if self.drain_timeout < 0:
             raise UsageError(f"--drain-timeout must be at least 0, not {self.drain_timeout}")
+        if not MIN_STORAGE_MB <= self.storage_mb <= MAX_STORAGE_MB:
+            raise UsageError(
+                f"--storage-mb must be from {MIN_STORAGE_MB} to {MAX_STORAGE_MB}, not "
+                f"{self.storage_mb}"
+            )
         check_api_keys(self.all_keys)
         check_cors_origins(self.cors_origins)
         check_certificate(self.tls_cert, self.tls_key)

@@ -21,6 +21,7 @@ from pd.net.connection_limits import ConnectionLimits
 from pd.net.connections import GuardedServer
 from pd.proxy.api.admin_api import AdminAPI
 from pd.proxy.api.compat_api import CompatAPI
+from pd.proxy.api.responses_api import ResponsesAPI
 from pd.proxy.api.service import Service
 from pd.proxy.app import make_app
 from pd.proxy.dispatch.admission import Admission
@@ -38,6 +39,9 @@ from pd.proxy.nodes.events import NodesChanged
 from pd.proxy.nodes.pool import NodePool
 from pd.proxy.routing.policies import make_policy
 from pd.proxy.routing.routing import Router
+from pd.proxy.storage.database import Database
+from pd.proxy.storage.directory import StorageDirectory
+from pd.proxy.storage.responses import ResponseStore
 from pd.proxy.text.tokenizer import TextModels
 from pd.proxy.workers.actions import Performer
 from pd.proxy.workers.ledger import Ledger
@@ -101,6 +105,9 @@ class Proxy:
         self._differences: set[str] = set()
         self._discovery: Discovery | None = None
         self._serving: asyncio.Task[None] | None = None
+        # The parent of several processes keeps the directory.
+        self._directory = None if shared else StorageDirectory(config.storage_dir)
+        self._database: Database | None = None
 
     async def start_without_port(self, role: Role, url: str, node_access: NodeAccess) -> ASGIApp:
         """Watch one node, and return the application for a caller in this process.
@@ -230,6 +237,7 @@ class Proxy:
             trace=self._trace,
         )
         self._background = Background()
+        self._database = database = Database(self._open_directory())
         self._service = service = Service(
             self._router,
             self._dispatcher,
@@ -252,9 +260,25 @@ class Proxy:
         )
         admin = AdminAPI(service, self._router, self._pool, self._dispatcher, everywhere, access)
         compat = CompatAPI(service, self._router, self._dispatcher, everywhere, config.tokenizer)
+        store = ResponseStore(database, config.storage_mb << 20)
+        responses = ResponsesAPI(service, store, self._background)
         self._app = make_app(
-            service, self._router, admin, compat, metrics, access, config.cors_origins
+            service,
+            self._router,
+            admin,
+            compat,
+            responses,
+            metrics,
+            access,
+            config.cors_origins,
         )
+
+    def _open_directory(self) -> Path:
+        """Return the directory of the storage. Raises SetupError."""
+        if self._directory is not None:
+            return self._directory.open()
+        assert self.config.storage_dir is not None
+        return Path(self.config.storage_dir)
 
     async def wait_ready(self, timeout: float) -> bool:
         """Wait for the nodes and the links between them, for at most ``timeout`` seconds. Returns
@@ -312,8 +336,15 @@ class Proxy:
         await self._pool.close()
         self._sockets.close()
         self._background.close()
+        await asyncio.to_thread(self._close_storage)
         if self._trace is not None:
             await asyncio.to_thread(self._trace.close)
+
+    def _close_storage(self) -> None:
+        if self._database is not None:
+            self._database.close()
+        if self._directory is not None:
+            self._directory.close()
 
     def _handle_event(self, event: NodeEvent) -> None:
         self._dispatcher.handle_event(event)

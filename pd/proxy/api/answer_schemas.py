@@ -563,3 +563,63 @@ class TokenCount(TypedDict):
     """Number of tokens of a prompt."""
 
     input_tokens: int
+
+
+class ResponseUsage(TypedDict):
+    """Tokens of a response."""
+
+    input_tokens: int
+    input_tokens_details: dict[str, int]
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+    total_tokens: int
+
+
+@with_config(ConfigDict(extra="allow"))
+class ResponseObject(TypedDict):
+    """A response of OpenAI's Responses API. Other fields repeat the request."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    output: Annotated[
+        list[dict[str, object]],
+        Field(description="Items: `reasoning`, `message` and `function_call`."),
+    ]
+    error: dict[str, object] | None
+    incomplete_details: dict[str, object] | None
+    usage: ResponseUsage | None
+
+
+@with_config(ConfigDict(extra="allow"))
+class ResponseEvent(TypedDict):
+    """An event of a streamed response. Its name is its type."""
+
+    type: Literal[
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.delta",
+        "response.output_text.done",
+        "response.reasoning_text.delta",
+        "response.reasoning_text.done",
+        "response.function_call_arguments.delta",
+        "response.function_call_arguments.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+        "response.incomplete",
+        "response.failed",
+    ]
+    sequence_number: Annotated[int, Field(description="Counts the events from 0.")]
+
+
+class DeletedObject(TypedDict):
+    """A stored object that is gone."""
+
+    id: str
+    object: str
+    deleted: Literal[True]

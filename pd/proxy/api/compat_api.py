@@ -12,7 +12,7 @@ import numpy as np
 from starlette.responses import Response
 
 from pd import __version__
-from pd.core.errors import PDError, QueueFullError, UnavailableError
+from pd.core.errors import InvalidRequestError, PDError, QueueFullError, UnavailableError
 from pd.core.sampling_params import SamplingParams
 from pd.net.shared_answer import SharedAnswer
 from pd.proxy.api.answer_schemas import ModelInfo, ServerFacts, ServerLoad, Version
@@ -39,8 +39,8 @@ _HEALTH_TOKENS = 2
 
 
 class CompatAPI:
-    """``/version``, ``/ping``, ``/get_model_info``, ``/server_info``, ``/load`` and
-    ``/health_generate``."""
+    """``/version``, ``/ping``, ``/get_model_info``, ``/server_info``, ``/load``,
+    ``/health_generate`` and the refusal of ``/v1/embeddings``."""
 
     def __init__(
         self,
@@ -71,6 +71,13 @@ class CompatAPI:
     async def answer_ping(self, request: ClientRequest) -> Response:
         """200 while the process answers, as SageMaker asks."""
         return Response()
+
+    async def refuse_embeddings(self, request: ClientRequest) -> Response:
+        """Refuses embeddings."""
+        raise InvalidRequestError(
+            "/v1/embeddings is not supported: this server generates text; send embeddings to a "
+            "server of an embedding model"
+        )
 
     async def describe_model(self, request: ClientRequest) -> Response:
         """Facts about the first model, in SGLang's shape."""

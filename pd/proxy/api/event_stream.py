@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
-from pd.core.errors import error_body
+from pd.core.errors import PDError, error_body
 from pd.proxy.dispatch.job import ClientState
 from pd.proxy.http.background import INLINE_BYTES
 from pd.proxy.http.error_shapes import anthropic_error, ollama_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-    from pd.core.errors import PDError
     from pd.net.guarded_protocol import BodyWriter
     from pd.proxy.dispatch.generation import Choice, Delta
     from pd.proxy.dispatch.job import Job
@@ -162,6 +161,15 @@ def _encode_json(value: object) -> bytes:
     return data
 
 
+async def _get_error(work: Awaitable[None]) -> PDError | None:
+    """Wait for the work, and return its error."""
+    try:
+        await work
+    except PDError as error:
+        return error
+    return None
+
+
 class EventStream:
     """Writes a job's events to its client.
 
@@ -177,12 +185,15 @@ class EventStream:
         renderer: Renderer,
         background: Background,
         request_id: str,
+        keep: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        """``keep``: called before the end of an answer that did not fail. May raise PDError."""
         self._request = request
         self._job = job
         self._renderer = renderer
         self._background = background
         self._request_id = request_id
+        self._keep = keep
         self._writer = EventWriter(renderer)
         state = request.scope.get("state", {})
         self._body: BodyWriter | None = state.get("body_writer")
@@ -218,6 +229,8 @@ class EventStream:
             deltas = [(choice, choice.take_delta()) for choice in news]
             size = sum(self._renderer.estimate_bytes(choice, delta) for choice, delta in deltas)
             data = await self._background.run(size, self._writer.encode_deltas, deltas)
+            if is_done and error is None and self._keep is not None:
+                error = await _get_error(self._keep())
             if error is not None:
                 data += form.encode(form.make_error(error))
             elif is_done:

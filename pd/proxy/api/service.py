@@ -22,7 +22,7 @@ from pd.proxy.http.json_responses import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Sequence
     from contextlib import AbstractAsyncContextManager
 
     from starlette.responses import Response
@@ -80,12 +80,14 @@ class PlannedAnswer(NamedTuple):
     Attributes:
         specs: the job's prompts.
         timeout: seconds until the client gives up, if it said so.
+        keep: stores the rendered answer before the client sees its end. May raise PDError.
     """
 
     job: Job
     specs: list[PromptSpec]
     renderer: Renderer
     timeout: float | None
+    keep: Callable[[], Awaitable[None]] | None = None
 
 
 class Service:
@@ -182,7 +184,9 @@ class Service:
         stream: EventStream | None = None
         if job.is_streamed:
             request_id = headers["X-Request-Id"]
-            stream = EventStream(request, job, answer.renderer, self._background, request_id)
+            stream = EventStream(
+                request, job, answer.renderer, self._background, request_id, answer.keep
+            )
         with self._dispatcher.run_job(job, answer.specs, answer.timeout, stream):
             watcher = asyncio.create_task(self._watch_client(request, job))
             try:
@@ -191,7 +195,10 @@ class Service:
                     await stream.write_all()
                 else:
                     await job.wait_done()
-                    await request.send_response(await self._render_whole(answer, headers))
+                    response = await self._render_whole(answer, headers)
+                    if answer.keep is not None:
+                        await answer.keep()
+                    await request.send_response(response)
             finally:
                 watcher.cancel()
 

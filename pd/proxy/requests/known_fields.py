@@ -18,10 +18,11 @@ COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/gener
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 OLLAMA_CHAT, OLLAMA_GENERATE = "/api/chat", "/api/generate"
+RESPONSES = "/v1/responses"
 
 
 # Paths of an API of its own, whose fields we do not recommend to clients of others.
-OTHER_APIS = frozenset((MESSAGES, COUNT_TOKENS, OLLAMA_CHAT, OLLAMA_GENERATE))
+OTHER_APIS = frozenset((MESSAGES, COUNT_TOKENS, OLLAMA_CHAT, OLLAMA_GENERATE, RESPONSES))
 
 
 class FieldPlace(NamedTuple):
@@ -263,6 +264,8 @@ KNOWN: Mapping[str, tuple[object, ...]] = {
     "previous_response_id": (),
     "conversation": (),
     "truncation": ("disabled",),
+    "context_management": ([],),
+    "moderation": (),
     # Fields of clients for Anthropic, Hugging Face and Ollama.
     "system": (),
     "stop_sequences": ([],),
@@ -297,7 +300,7 @@ _LENGTH = ("max_tokens", "max_new_tokens", "num_predict")
 _OTHER_LENGTHS = ("max_completion_tokens", "max_output_tokens", "max_length")
 # Maps a field to fields of the same meaning. An error names the first one obeyed by the place.
 _SAME: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys((*_LENGTH, *_OTHER_LENGTHS), _LENGTH),
+    **dict.fromkeys((*_LENGTH, *_OTHER_LENGTHS), (*_LENGTH, "max_output_tokens")),
     **dict.fromkeys(("min_tokens", "min_new_tokens"), ("min_tokens", "min_new_tokens")),
     **dict.fromkeys(("seed", "sampling_seed"), ("seed", "sampling_seed")),
     **dict.fromkeys(("num_return_sequences",), ("n",)),
@@ -341,6 +344,7 @@ _NO_PROMPT = "is for /v1/completions; a chat has messages"
 _TEXT_ONLY = "is not a field here, where texts become token ids; leave it out"
 _OF_TEMPLATE = "is a variable of some chat templates; put it into chat_template_kwargs"
 _MESSAGE = "is not a field here; send a message with the role system"
+_INPUT = "is called input here"
 # Remedies that follow from no rule, for one place or for all places.
 _ADVICE: Mapping[tuple[str, str] | str, str] = {
     (CHAT, "prompt"): _NO_PROMPT,
@@ -380,6 +384,16 @@ _ADVICE: Mapping[tuple[str, str] | str, str] = {
     (_OF_GENERATE, "guided_choice"): _OPTIONS,
     (GENERATE, "prompt_logprobs"): _OF_PROMPT,
     (_OF_GENERATE, "prompt_logprobs"): _OF_PROMPT,
+    **dict.fromkeys(((RESPONSES, name) for name in ("messages", "inputs", "input_ids")), _INPUT),
+    (RESPONSES, "prompt"): "is not supported; send instructions and input",
+    (RESPONSES, "system"): "is called instructions here",
+    (RESPONSES, "response_format"): "is written as text.format here",
+    (RESPONSES, "format"): "is written as text.format here",
+    (RESPONSES, "reasoning_effort"): "is written as reasoning.effort here",
+    (RESPONSES, "conversation"): "is not supported; send previous_response_id, or all items as "
+    "input",
+    "background": "is not supported; leave it out and keep the connection open, or send a batch",
+    "truncation": "is not supported; send fewer items",
     "extra_body": "is an argument of OpenAI's Python client, which sends its members as fields of "
     "the request; put them there",
     "do_sample": "is not supported; set temperature to 0 for greedy sampling",

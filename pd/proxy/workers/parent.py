@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, BinaryIO, cast, get_args
 
 import msgspec
 
-from pd.core.errors import SetupError, UnavailableError, UsageError
+from pd.core.errors import PDError, SetupError, UnavailableError, UsageError
 from pd.core.messages import ErrorInfo
 from pd.core.node_info import Role
 from pd.proxy.dispatch.request_trace import create_trace
 from pd.proxy.server import bind_listener, make_url
+from pd.proxy.storage.directory import StorageDirectory
 from pd.proxy.workers.acceptor import PortAcceptor
 from pd.proxy.workers.actions import AddWorker, Outcome, ReadMetrics, RemoveWorker, SetRole
 from pd.proxy.workers.claims import Claims
@@ -91,6 +92,7 @@ class ProxyProcesses:
         self._changing = asyncio.Lock()
         self._changed = asyncio.Event()
         self._claims = Claims()
+        self._directory = StorageDirectory(config.storage_dir)
         # Counts of ended children, as far as they reported them.
         self._counted: list[Family] = []
 
@@ -107,6 +109,12 @@ class ProxyProcesses:
         if config.trace_requests is not None:
             create_trace(Path(config.trace_requests))
         listener = bind_listener(config.host, config.port)
+        self._config = config = copy.copy(config)
+        try:
+            config.storage_dir = str(self._directory.open())
+        except PDError:
+            listener.close()
+            raise
         self._address: tuple[str, int] = listener.getsockname()[:2]
         self.url = make_url(*self._address, is_encrypted=config.tls_cert is not None)
         self._acceptor = PortAcceptor(listener, self._list_serving, self._ledger)
@@ -165,6 +173,7 @@ class ProxyProcesses:
         await asyncio.gather(*self._keepers, return_exceptions=True)
         self._acceptor.close()
         self._memory.close()
+        await asyncio.to_thread(self._directory.close)
 
     def _request_stop(self) -> list[ChildProcess]:
         """Ask all living children to end. Return them."""

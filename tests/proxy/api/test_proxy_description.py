@@ -118,6 +118,7 @@ def test_every_route_is_described(proxy: ProxyThread, document: dict[str, Any]) 
         "/api/chat",
         "/api/generate",
         "/api/show",
+        "/v1/responses",
         "/invocations",
         "/generate",
         "/tokenize",

@@ -1,0 +1,159 @@
+"""``/v1/responses``, OpenAI's Responses API."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from starlette.responses import Response
+
+from pd.core.errors import InvalidRequestError
+from pd.proxy.api.chat_api import prepare_chat
+from pd.proxy.api.response_renderer import ResponseRenderer, describe_request
+from pd.proxy.api.service import PlannedAnswer, RequestNames, make_job
+from pd.proxy.http.bodies import MAX_BODY_BYTES
+from pd.proxy.http.json_responses import json_response
+from pd.proxy.http.typed_routes import ClientRequest
+from pd.proxy.requests.known_fields import RESPONSES
+from pd.proxy.requests.response_items import read_output
+from pd.proxy.requests.responses import ResponsesRequest
+from pd.proxy.storage.responses import StoredResponse
+
+if TYPE_CHECKING:
+    from pd.proxy.api.chat_plan import OutputPlan
+    from pd.proxy.api.prompts import ModelView
+    from pd.proxy.api.service import Service
+    from pd.proxy.dispatch.generation import PromptSpec
+    from pd.proxy.dispatch.job import Job
+    from pd.proxy.http.background import Background
+    from pd.proxy.storage.responses import ResponseStore
+
+# Names of a chat's fields in errors, and their names here.
+_RENAMED = (
+    (re.compile(r"^(tools\[\d+\])\.function\b"), r"\1"),
+    (re.compile(r"^response_format\.json_schema\b"), "text.format"),
+    (re.compile(r"^response_format\b"), "text.format"),
+    (re.compile(r"^tool_choice\.function\b"), "tool_choice"),
+    (re.compile(r"^messages\b"), "input"),
+    (re.compile(r"^max_(?:completion_)?tokens\b"), "max_output_tokens"),
+    (re.compile(r"^reasoning_effort\b"), "reasoning.effort"),
+)
+_encoder = msgspec.json.Encoder()
+
+
+class ResponsesAPI:
+    def __init__(self, service: Service, store: ResponseStore, background: Background) -> None:
+        self._service = service
+        self._store = store
+        self._background = background
+
+    async def create(self, request: ClientRequest, body: ResponsesRequest) -> None:
+        """OpenAI's responses, with the model's chat template."""
+        answer = await self._plan_answer(request, body)
+        del body  # it may hold megabytes, and an answer may take hours
+        await self._service.serve(request, answer)
+
+    async def get_response(self, request: ClientRequest, response_id: str) -> Response:
+        """A stored response."""
+        if request.query_params.get("stream", "false") not in ("false", "0", ""):
+            raise InvalidRequestError(
+                "stream: a stored response is not streamed; leave it out", param="stream"
+            )
+        stored = await self._store.get_response(request.caller.owner, response_id)
+        return Response(stored.response, media_type="application/json")
+
+    async def delete_response(self, request: ClientRequest, response_id: str) -> Response:
+        """Deletes a stored response."""
+        await self._store.delete_response(request.caller.owner, response_id)
+        return json_response({"id": response_id, "object": "response", "deleted": True})
+
+    async def _plan_answer(self, request: ClientRequest, body: ResponsesRequest) -> PlannedAnswer:
+        rid = f"resp_{uuid.uuid4().hex}"
+        owner = request.caller.owner
+        model = await self._service.find_model(body.model)
+        self._service.check_admission(1)
+        previous, text_bytes = b"[]", None
+        if body.previous_response_id is not None:
+            previous = await self._store.get_previous(owner, body.previous_response_id)
+            text_bytes = len(previous)
+        spec, plan, messages = await request.raw_body.run_tokenizing(
+            _prepare_response,
+            body,
+            previous,
+            rid,
+            model,
+            text_bytes=text_bytes,
+            may_be_long=bool(body.chat_template_kwargs),
+        )
+        job = make_job(request, RequestNames(rid, rid, False), RESPONSES, is_streamed=body.stream)
+        job.grammar_fields = plan.grammar_fields
+        echo = describe_request(job, body, model.name, spec.params)
+        renderer = ResponseRenderer(job, echo, plan, hides_reasoning=body.hides_reasoning)
+        keeper = None
+        if body.store:
+            keeper = _Keeper(self._store, self._background, job, messages, renderer).keep
+        return PlannedAnswer(job, [spec], renderer, body.timeout, keeper)
+
+
+class _Keeper:
+    """Stores a response when it is whole."""
+
+    def __init__(
+        self,
+        store: ResponseStore,
+        background: Background,
+        job: Job,
+        messages: bytes,
+        renderer: ResponseRenderer,
+    ) -> None:
+        """``messages``: JSON of the chat before the answer, without instructions."""
+        self._store = store
+        self._background = background
+        self._job = job
+        self._messages = messages
+        self._renderer = renderer
+
+    async def keep(self) -> None:
+        """Store the response, so that the client can name it once it has it. Raises
+        UnavailableError."""
+        size = len(self._messages) + len(self._renderer.final)
+        messages = await self._background.run(size, self._append_answer)
+        stored = StoredResponse(self._renderer.final, messages)
+        await self._store.add_response(self._job.owner, self._job.shown, stored)
+
+    def _append_answer(self) -> bytes:
+        messages: list[Any] = msgspec.json.decode(self._messages)
+        return _encoder.encode(messages + read_output(self._renderer.items))
+
+
+def _prepare_response(
+    body: ResponsesRequest, previous: bytes, rid: str, model: ModelView
+) -> tuple[PromptSpec, OutputPlan, bytes]:
+    """Translate the request into a chat and prepare it; also return the chat's JSON to store."""
+    messages = [*msgspec.json.decode(previous), *body.input]
+    encoded = _encoder.encode(messages) if body.store else b""
+    if len(encoded) > MAX_BODY_BYTES:
+        raise InvalidRequestError(
+            f"previous_response_id: the chat has {len(encoded)} bytes of JSON; at most "
+            f"{MAX_BODY_BYTES} are allowed, so begin a new one",
+            param="previous_response_id",
+        )
+    try:
+        spec, plan = prepare_chat(body.to_chat(messages), rid, model, clamps_length=True)
+    except InvalidRequestError as error:
+        raise _rename_fields(error) from None
+    return spec, plan, encoded
+
+
+def _rename_fields(error: InvalidRequestError) -> InvalidRequestError:
+    """Name a field as in this API, in an error about the chat."""
+    if error.param is not None:
+        param = error.param
+        for pattern, name in _RENAMED:
+            param = pattern.sub(name, param)
+        if error.message.startswith(error.param):
+            error.message = param + error.message.removeprefix(error.param)
+        error.param = param
+    return error

@@ -1,0 +1,1 @@
+"""What a proxy keeps for its clients: responses, files and batches."""

@@ -1,0 +1,108 @@
+"""What a proxy stores is bounded, has an end, and belongs to its key."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pd.core.errors import NotFoundError, SetupError, UnavailableError
+from pd.proxy.storage import responses
+from pd.proxy.storage.database import Database
+from pd.proxy.storage.directory import StorageDirectory
+from pd.proxy.storage.responses import ResponseNotFoundError, ResponseStore, StoredResponse
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+LARGE = StoredResponse(b"r" * 300, b"m" * 300)
+
+
+def make_name() -> str:
+    return f"resp_{uuid.uuid4().hex}"
+
+
+@contextmanager
+def open_database(path: Path) -> Iterator[Database]:
+    database = Database(path)
+    try:
+        yield database
+    finally:
+        database.close()
+
+
+def has(store: ResponseStore, owner: str, name: str) -> bool:
+    try:
+        asyncio.run(store.get_response(owner, name))
+    except NotFoundError:
+        return False
+    return True
+
+
+def test_the_oldest_responses_of_a_key_make_room(tmp_path: Path) -> None:
+    with open_database(tmp_path) as database:
+        store = ResponseStore(database, 2000)
+        other = make_name()
+        asyncio.run(store.add_response("b", other, LARGE))
+        names = [make_name() for _ in range(4)]
+        for name in names:
+            asyncio.run(store.add_response("a", name, LARGE))
+        assert [has(store, "a", name) for name in names] == [False, False, True, True]
+        assert has(store, "b", other)
+        with pytest.raises(ResponseNotFoundError) as evicted:
+            asyncio.run(store.get_previous("a", names[0]))
+        assert (evicted.value.kind, evicted.value.status) == ("previous_response_not_found", 400)
+        asyncio.run(store.delete_response("a", names[2]))
+        asyncio.run(store.add_response("a", names[0], LARGE))
+        assert [has(store, "a", name) for name in names] == [True, False, False, True]
+
+
+def test_a_response_has_a_lifetime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_database(tmp_path) as database:
+        store, name = ResponseStore(database, 2000), make_name()
+        asyncio.run(store.add_response("a", name, LARGE))
+        later = time.time() + responses.RESPONSE_SECONDS + 1
+        monkeypatch.setattr(responses.time, "time", lambda: later)
+        assert not has(store, "a", name)
+        asyncio.run(store.add_response("b", make_name(), LARGE))
+        rows: Any = asyncio.run(database.run(lambda c: c.execute("SELECT id FROM responses")))
+        assert (name,) not in rows.fetchall()
+
+
+def test_two_processes_share_what_is_stored(tmp_path: Path) -> None:
+    with open_database(tmp_path) as one, open_database(tmp_path) as two:
+        name = make_name()
+        asyncio.run(ResponseStore(one, 2000).add_response("a", name, LARGE))
+        assert asyncio.run(ResponseStore(two, 2000).get_response("a", name)) == LARGE
+
+
+def test_a_broken_disk_is_named(tmp_path: Path) -> None:
+    (tmp_path / "storage.sqlite").write_bytes(b"no database" * 100)
+    with open_database(tmp_path) as database, pytest.raises(UnavailableError, match="storage"):
+        asyncio.run(ResponseStore(database, 2000).add_response("a", make_name(), LARGE))
+
+
+def test_a_directory_has_one_proxy(tmp_path: Path) -> None:
+    first, second = StorageDirectory(str(tmp_path / "s")), StorageDirectory(str(tmp_path / "s"))
+    assert first.open().stat().st_mode & 0o777 == 0o700
+    with pytest.raises(SetupError, match="another proxy"):
+        second.open()
+    first.close()
+    second.open()
+    second.close()
+
+
+def test_a_temporary_directory_ends_with_its_proxy() -> None:
+    directory = StorageDirectory(None)
+    path = directory.open()
+    assert not path.exists(), "nothing is stored yet"
+    with open_database(path) as database:
+        assert not has(ResponseStore(database, 2000), "a", make_name())
+    assert path.stat().st_mode & 0o777 == 0o700
+    directory.close()
+    assert not path.exists()
