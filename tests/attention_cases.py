@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from pd.kernels.attention import AttentionBatch
+from pd.kernels.attention import AttentionBatch, LatentShape
 from pd.kernels.attention.torch_backend import TorchAttention
 from pd.kernels.attention.torch_draft import TorchDraft
 from pd.kernels.kv_store import store_kv
@@ -34,7 +34,7 @@ class Pool:
         return self.buffer[layer, 0]
 
     def get_values(self, layer: int) -> torch.Tensor:
-        return self.buffer[layer, 1]
+        return self.buffer[layer, -1]
 
 
 class Case:
@@ -54,17 +54,21 @@ class Case:
         *,
         adjacent: bool = False,
         trees: Sequence[np.ndarray | None] | None = None,
+        latent: LatentShape | None = None,
     ) -> None:
         """Place the sequences in pages.
 
         Args:
             shapes: (tokens in the pool, new tokens) of each sequence.
             trees: as in :class:`AttentionBatch`.
+            latent: of rows with one vector; ``k`` and ``v`` are then the same.
         """
         random = np.random.default_rng(seed)
         generator = torch.Generator().manual_seed(seed)
         self.shapes, self.group, self.page_size = shapes, group, page_size
-        self.head_dim, self.trees = head_dim, trees
+        self.head_dim, self.trees, self.latent = head_dim, trees, latent
+        self.value_dim = head_dim if latent is None else latent.value_dim
+        self.scale = head_dim**-0.5 if latent is None else latent.scale
         sizes = [-(-(start + length) // page_size) for start, length in shapes]
         num_pages = sum(sizes) + 3
         order = random.permutation(num_pages).astype(np.int32)
@@ -73,7 +77,9 @@ class Case:
         self.pages = np.split(order[: sum(sizes)], np.cumsum(sizes)[:-1])
         slots = (num_pages + 1) * page_size
         buffer = torch.randn(
-            (LAYERS, 2, slots, kv_heads, head_dim), generator=generator, dtype=torch.float32
+            (LAYERS, 2 - bool(latent), slots, kv_heads, head_dim),
+            generator=generator,
+            dtype=torch.float32,
         )
         self.pool = Pool(page_size, num_pages, buffer.to(device, dtype))
         tokens = sum(length for _, length in shapes)
@@ -82,6 +88,8 @@ class Case:
             torch.randn(tokens, width, head_dim, generator=generator).to(device, dtype)
             for width in widths
         )
+        if latent is not None:
+            self.v = self.k
 
     @property
     def batch(self) -> AttentionBatch:
@@ -96,7 +104,7 @@ class Case:
     def expected(self, layer: int) -> torch.Tensor:
         """Compute attention by its definition, one token and head at a time, in float64. The pool
         must be written."""
-        out = torch.empty(self.q.shape, dtype=torch.float64)
+        out = torch.empty(*self.q.shape[:2], self.value_dim, dtype=torch.float64)
         row = 0
         for sequence, (start, length) in enumerate(self.shapes):
             tree = None if self.trees is None else self.trees[sequence]
@@ -111,13 +119,13 @@ class Case:
 
     def expected_row(self, q: torch.Tensor, layer: int, slots: torch.Tensor) -> torch.Tensor:
         """Attend with one token's ``q``, ``[heads, head_dim]``, to the keys in ``slots``."""
-        out = torch.empty(q.shape, dtype=torch.float64)
+        out = torch.empty(len(q), self.value_dim, dtype=torch.float64)
         keys = self.pool.get_keys(layer)[slots].double()
         values = self.pool.get_values(layer)[slots].double()
         for head in range(len(q)):
             shared = head // self.group
-            scores = keys[:, shared] @ q[head].double() / self.head_dim**0.5
-            out[head] = scores.softmax(0) @ values[:, shared]
+            scores = keys[:, shared] @ q[head].double() * self.scale
+            out[head] = scores.softmax(0) @ values[:, shared, : self.value_dim]
         return out
 
     def attend(self, backend: AttentionBackend, layer: int = 1) -> torch.Tensor:
@@ -127,7 +135,7 @@ class Case:
             self.pool.get_keys(layer), self.pool.get_values(layer), backend.slots, self.k, self.v
         )
         with poisoned_memory():
-            return backend.attend(layer, self.q, self.k, self.v)
+            return backend.attend(layer, self.q, self.k, self.v[..., : self.value_dim])
 
     def pool_copy(self) -> Pool:
         """Copy the pool to float32 on the CPU."""
@@ -138,10 +146,10 @@ class Case:
         :meth:`expected`."""
         pool = self.pool_copy()
         q, k, v = (x.float().cpu() for x in (self.q, self.k, self.v))
-        backend = TorchAttention(pool, self.q.shape[1])
+        backend = TorchAttention(pool, self.q.shape[1], self.latent)
         backend.plan(self.batch)
         store_kv(pool.get_keys(layer), pool.get_values(layer), backend.slots, k, v)
-        return backend.attend(layer, q, k, v)
+        return backend.attend(layer, q, k, v[..., : self.value_dim])
 
     def spoil(self, value: float = float("nan")) -> None:
         """Fill every slot that no sequence has."""
@@ -195,6 +203,8 @@ class DraftStep:
             )
             for width in (heads, kv_heads, kv_heads)
         )
+        if case.latent is not None:
+            self.v = self.k
 
     def visible(self, row: int) -> np.ndarray:
         """Return the positions that a row sees, ascending."""
@@ -234,11 +244,11 @@ class DraftStep:
         )
         store_kv(keys, pool.get_values(layer), graph.slots, k, v)
         with poisoned_memory():
-            return graph.attend(layer, q, k, v)
+            return graph.attend(layer, q, k, v[..., : self.case.value_dim])
 
     def reference(self) -> torch.Tensor:
         """Compute with the torch backend in float32 on the CPU."""
-        graph = TorchDraft(self.case.pool_copy(), len(self.sequences))
+        graph = TorchDraft(self.case.pool_copy(), len(self.sequences), self.case.latent)
         graph.plan(self.limits, self.pages)
         return self.attend(graph)
 

@@ -43,7 +43,7 @@ BACKENDS: dict[str, ListedBackend] = {
         head_dims=(64, 128, 256),
     ),
     "triton": ListedBackend(
-        "pd.kernels.attention.triton_backend:TritonAttention", library="triton"
+        "pd.kernels.attention.triton_backend:TritonAttention", library="triton", has_latents=True
     ),
     "torch": ListedBackend("pd.kernels.attention.torch_backend:TorchAttention", has_latents=True),
 }

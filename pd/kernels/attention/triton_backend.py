@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from pd.kernels.attention.base import (
     AttentionBackend,
@@ -28,6 +27,8 @@ from pd.kernels.attention.triton_kernels import AttentionKernel, TileShape, Trit
 from pd.kernels.attention.triton_work import AttentionWork, Tiles
 
 if TYPE_CHECKING:
+    import torch
+
     from pd.kernels.attention.base import LatentShape
     from pd.kernels.staging import Array
 
@@ -53,9 +54,8 @@ class TritonAttention(AttentionBackend):
     ) -> None:
         """``decode``, ``chunk``, ``tree``: tile shapes to measure; by default those for dtype and
         head size."""
-        assert latent is None, "the table of backends says so"
         self.pool = pool
-        self.kernels = TritonKernels(pool, num_heads, decode, chunk, tree)
+        self.kernels = TritonKernels(pool, num_heads, latent, decode, chunk, tree)
         self._launches: list[tuple[AttentionKernel, AttentionWork, torch.Tensor | None]] = []
 
     def plan(self, batch: AttentionBatch) -> None:
@@ -96,7 +96,7 @@ class TritonAttention(AttentionBackend):
         ]
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = self.kernels.chunk_kernel.allocate_result(q)
         for kernel, work, masks in self._launches:
             kernel.launch_work(layer, q, out, work, self._tables, masks)
         return out

@@ -129,8 +129,9 @@ class _FixedLaunches:
         """Do the planned work; ``masks``, ``bases`` and ``token_positions`` as in
         :func:`~pd.kernels.attention.triton_kernel.paged_attention`. Rows without work are 0 if
         ``fills``, else undefined."""
-        make = torch.zeros if fills else torch.empty
-        out = make(q.shape, dtype=q.dtype, device=q.device)
+        out = self._kernels[0].allocate_result(q)
+        if fills:
+            out.zero_()
         for kernel, work in zip(self._kernels, self.works, strict=True):
             kernel.launch_work(layer, q, out, work, self.tables, masks, bases, token_positions)
         return out

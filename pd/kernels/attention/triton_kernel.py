@@ -36,6 +36,7 @@ def _attend_range(
     total,
     result,
     queries,
+    rest_queries,
     keys,
     values,
     table,
@@ -46,8 +47,10 @@ def _attend_range(
     base,
     scale,
     dims,
+    rest,
     KV_STRIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
@@ -63,6 +66,9 @@ def _attend_range(
     - "trees": row i sees keys before ``base``, and from there those of the mask ``reach[i]``.
     - "drafts": all rows see keys before ``base``, and from there those of the one mask ``reach``.
       Keys that it hides are not loaded either.
+
+    If VALUE_DIM is less than HEAD_DIM, the beginning of a key is its value, and ``rest_queries``
+    and ``rest`` stand for the rest of it.
     """
     for start in tl.range(first, stop, BLOCK_N):
         positions = start + tl.arange(0, BLOCK_N)
@@ -75,16 +81,27 @@ def _attend_range(
             pages = tl.load(table + positions // PAGE_SIZE)
         slots = pages.to(tl.int64) * PAGE_SIZE + positions % PAGE_SIZE
         offsets = slots[:, None] * KV_STRIDE + dims[None, :]
-        mask = (dims < HEAD_DIM)[None, :]
+        mask = (dims < VALUE_DIM)[None, :]
         if MASKED:
             mask = mask & there[:, None]
-        if MASKED or dims.shape[0] != HEAD_DIM:
+        if MASKED or dims.shape[0] != VALUE_DIM:
             k = tl.load(keys + offsets, mask=mask, other=0.0)
-            v = tl.load(values + offsets, mask=mask, other=0.0)
         else:
             k = tl.load(keys + offsets)
+        if VALUE_DIM < HEAD_DIM:
+            v = k
+        elif MASKED or dims.shape[0] != VALUE_DIM:
+            v = tl.load(values + offsets, mask=mask, other=0.0)
+        else:
             v = tl.load(values + offsets)
         scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION)
+        if VALUE_DIM < HEAD_DIM:
+            rest_mask = (rest < HEAD_DIM - VALUE_DIM)[None, :]
+            if MASKED:
+                rest_mask = rest_mask & there[:, None]
+            offsets = slots[:, None] * KV_STRIDE + VALUE_DIM + rest[None, :]
+            k = tl.load(keys + offsets, mask=rest_mask, other=0.0)
+            scores = tl.dot(rest_queries, tl.trans(k), scores, input_precision=PRECISION)
         if MASKED:
             if SEEN == "causal":
                 visible = (positions[None, :] <= reach[:, None]) & there[None, :]
@@ -115,13 +132,13 @@ def _merge_splits(
     splits,
     exists,
     dims,
-    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     MERGE_SPLITS: tl.constexpr,
 ):
     """The softmax-weighted mean over a tile's splits of some of its rows.
 
     Args:
-        base: place of each row of the first split, in rows of HEAD_DIM. Splits are ``stride``
+        base: place of each row of the first split, in rows of VALUE_DIM. Splits are ``stride``
             apart.
         exists: which rows there are.
 
@@ -131,7 +148,7 @@ def _merge_splits(
     peak = tl.full([base.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([base.shape[0]], tl.float32)
     merged = tl.zeros([base.shape[0], dims.shape[0]], tl.float32)
-    mask = exists[:, None] & (dims < HEAD_DIM)[None, :]
+    mask = exists[:, None] & (dims < VALUE_DIM)[None, :]
     for start in range(0, splits, MERGE_SPLITS):
         new_peak = peak
         for i in tl.static_range(MERGE_SPLITS):
@@ -153,7 +170,7 @@ def _merge_splits(
             at = base + (start + i) * stride
             lse = tl.load(partial_lse + at, mask=there, other=float("-inf"), cache_modifier=".cg")
             part = tl.load(
-                partials + at[:, None] * HEAD_DIM + dims[None, :],
+                partials + at[:, None] * VALUE_DIM + dims[None, :],
                 mask=mask & (start + i < splits),
                 other=0.0,
                 cache_modifier=".cg",
@@ -185,6 +202,7 @@ def paged_attention(
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     NUM_FIELDS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -193,17 +211,20 @@ def paged_attention(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One work item and KV head per program. Programs without an item end at once.
 
     Args:
-        out: ``[tokens, heads, HEAD_DIM]``.
+        out: ``[tokens, heads, VALUE_DIM]``.
         q: rows of tokens ``q_stride`` apart, ``heads * HEAD_DIM`` wide.
-        keys, values: one layer of the pool, ``[slots, KV_HEADS, HEAD_DIM]``.
+        keys, values: one layer of the pool, ``[slots, KV_HEADS, HEAD_DIM]``. If VALUE_DIM is less
+            than HEAD_DIM, these are rows of latents ``[slots, 1, HEAD_DIM]``, whose beginnings are
+            the values, and KV_HEADS groups of query heads read the same rows.
         num_items: int32 ``[1]``. items: int32 ``[num_items, NUM_FIELDS]``. tables: int32.
-        partials: float32 ``[slots, KV_HEADS, ROWS, HEAD_DIM]``, normalized results of splits;
+        partials: float32 ``[slots, KV_HEADS, ROWS, VALUE_DIM]``, normalized results of splits;
             partial_lse: ``[slots, KV_HEADS, ROWS]``, base-2 logarithms of their softmax sums.
         arrivals: int32 ``[slots, KV_HEADS]``, zero before and after.
         scale: factor of the scores, times log2(e).
@@ -243,16 +264,23 @@ def paged_attention(
     dims = tl.arange(0, BLOCK_D)
     token = lanes // GROUP
     exists = token < tokens
-    dims_exist = (dims < HEAD_DIM)[None, :]
-    columns = (head * GROUP + lanes % GROUP)[:, None] * HEAD_DIM + dims[None, :]
-    queries = tl.load(
-        q + (row + token)[:, None] * q_stride + columns,
-        mask=exists[:, None] & dims_exist,
-        other=0.0,
-    )
-
-    keys += head * HEAD_DIM
-    values += head * HEAD_DIM
+    dims_exist = (dims < VALUE_DIM)[None, :]
+    query_head = (head * GROUP + lanes % GROUP)[:, None]
+    columns = query_head * VALUE_DIM + dims[None, :]
+    query_rows = q + (row + token)[:, None] * q_stride + query_head * HEAD_DIM
+    queries = tl.load(query_rows + dims[None, :], mask=exists[:, None] & dims_exist, other=0.0)
+    IS_LATENT: tl.constexpr = VALUE_DIM < HEAD_DIM
+    rest_queries, rest = None, None
+    if IS_LATENT:
+        rest = tl.arange(0, BLOCK_REST)
+        rest_queries = tl.load(
+            query_rows + VALUE_DIM + rest[None, :],
+            mask=exists[:, None] & (rest < HEAD_DIM - VALUE_DIM)[None, :],
+            other=0.0,
+        )
+    else:
+        keys += head * HEAD_DIM
+        values += head * HEAD_DIM
     SEEN: tl.constexpr = (
         "causal"
         if masks is None
@@ -277,12 +305,13 @@ def paged_attention(
     # Before the base every row sees every key.
     seen_by_all = tl.minimum(end, base)
     unmasked = begin + tl.maximum(seen_by_all - begin, 0) // BLOCK_N * BLOCK_N
-    stride: tl.constexpr = KV_HEADS * HEAD_DIM
+    stride: tl.constexpr = HEAD_DIM if IS_LATENT else KV_HEADS * HEAD_DIM
     peak, total, result = _attend_range(
         peak,
         total,
         result,
         queries,
+        rest_queries,
         keys,
         values,
         table,
@@ -293,8 +322,10 @@ def paged_attention(
         base,
         scale,
         dims,
+        rest,
         stride,
         HEAD_DIM,
+        VALUE_DIM,
         PAGE_SIZE,
         BLOCK_N,
         False,
@@ -309,6 +340,7 @@ def paged_attention(
         total,
         result,
         queries,
+        rest_queries,
         keys,
         values,
         table,
@@ -319,8 +351,10 @@ def paged_attention(
         base,
         scale,
         dims,
+        rest,
         stride,
         HEAD_DIM,
+        VALUE_DIM,
         PAGE_SIZE,
         BLOCK_N,
         True,
@@ -331,7 +365,7 @@ def paged_attention(
     empty = total == 0.0
     result = result / tl.where(empty, 1.0, total)[:, None]
     if splits == 1:
-        places = (row + token)[:, None] * (heads * HEAD_DIM) + columns
+        places = (row + token)[:, None] * (heads * VALUE_DIM) + columns
         tl.store(out + places, result.to(out.dtype.element_ty), exists[:, None] & dims_exist)
     else:
         lse = tl.where(empty, float("-inf"), peak + tl.log2(tl.where(empty, 1.0, total)))
@@ -339,7 +373,7 @@ def paged_attention(
         inside = lanes < ROWS
         tl.store(partial_lse + at, lse, inside)
         tl.store(
-            partials + at[:, None] * HEAD_DIM + dims[None, :], result, inside[:, None] & dims_exist
+            partials + at[:, None] * VALUE_DIM + dims[None, :], result, inside[:, None] & dims_exist
         )
         # Every thread's stores must be done before one of them announces this split.
         tl.debug_barrier()
@@ -356,12 +390,12 @@ def paged_attention(
                     splits,
                     wanted,
                     dims,
-                    HEAD_DIM,
+                    VALUE_DIM,
                     MERGE_SPLITS,
                 )
                 places = (row + rows // GROUP) * heads + head * GROUP + rows % GROUP
                 tl.store(
-                    out + places[:, None] * HEAD_DIM + dims[None, :],
+                    out + places[:, None] * VALUE_DIM + dims[None, :],
                     merged.to(out.dtype.element_ty),
                     wanted[:, None] & dims_exist,
                 )

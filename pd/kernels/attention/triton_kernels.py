@@ -17,7 +17,7 @@ from pd.kernels.staging import GraphMemory, PinnedStaging
 from pd.kernels.triton_launch import launch_kernel
 
 if TYPE_CHECKING:
-    from pd.kernels.attention.base import PagedKV
+    from pd.kernels.attention.base import LatentShape, PagedKV
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,16 @@ def choose_chunk_shape(dtype: torch.dtype, head_dim: int, shared_memory: int) ->
     return TileShape(128, 64, 8, 3, programs=1, min_tiles=4, merge_rows=8)
 
 
+def choose_latent_shape(dtype: torch.dtype, num_heads: int, *, one_token: bool) -> TileShape:
+    """Choose the shape for rows of latents, which all heads share. With few heads and one token of
+    each sequence, the time is that of reading the rows; otherwise it is that of arithmetic."""
+    if dtype == torch.float32:
+        return TileShape(16, 16, 4, 1, programs=2, min_tiles=4)
+    if one_token and num_heads < 64:
+        return TileShape(16, 32, 4, 2, programs=2, min_tiles=2)
+    return TileShape(64, 32, 8, 2, programs=1, min_tiles=2)
+
+
 class AttentionKernel:
     """:func:`paged_attention` with one tile shape, and the memory for partial results of splits."""
 
@@ -90,6 +100,7 @@ class AttentionKernel:
         pool: PagedKV,
         num_heads: int,
         shape: TileShape,
+        latent: LatentShape | None = None,
         *,
         one_token: bool = False,
         overlaps: bool = False,
@@ -99,6 +110,11 @@ class AttentionKernel:
         sample = pool.get_keys(0)
         device, (_, kv_heads, head_dim) = sample.device, sample.shape
         self._pool, self._shape, self._overlaps = pool, shape, overlaps
+        self._scale, self._value_dim = 1 / math.sqrt(head_dim), head_dim
+        if latent is not None:
+            self._scale, self._value_dim = latent.scale, latent.value_dim
+            # All heads share the rows. Groups of them are tiles of their own, as large as fit.
+            kv_heads = num_heads // math.gcd(num_heads, shape.rows)
         self._group, self._kv_heads, self._head_dim = num_heads // kv_heads, kv_heads, head_dim
         self._block_m = max(shape.rows, triton.next_power_of_2(self._group))
         self.tile_tokens = 1 if one_token else self._block_m // self._group
@@ -107,9 +123,15 @@ class AttentionKernel:
         self.policy = SplitPolicy(items, shape.keys * shape.min_tiles)
         slots = self.policy.max_slots
         partial = (slots, kv_heads, self._rows)
-        self._partials = torch.empty((*partial, head_dim), dtype=torch.float32, device=device)
+        self._partials = torch.empty(
+            (*partial, self._value_dim), dtype=torch.float32, device=device
+        )
         self._partial_lse = torch.empty(partial, dtype=torch.float32, device=device)
         self._arrivals = torch.zeros((slots, kv_heads), dtype=torch.int32, device=device)
+
+    def allocate_result(self, q: torch.Tensor) -> torch.Tensor:
+        """Allocate the result of queries ``[tokens, heads, head_dim]``."""
+        return q.new_empty(*q.shape[:2], self._value_dim)
 
     def launch_work(
         self,
@@ -143,12 +165,13 @@ class AttentionKernel:
             self._partial_lse,
             self._arrivals,
             q.stride(0),
-            math.log2(math.e) / math.sqrt(self._head_dim),
+            math.log2(math.e) * self._scale,
             *given,
             **missing,
             KV_HEADS=self._kv_heads,
             GROUP=self._group,
             HEAD_DIM=self._head_dim,
+            VALUE_DIM=self._value_dim,
             PAGE_SIZE=self._pool.page_size,
             NUM_FIELDS=FIELDS,
             ROWS=self._rows,
@@ -156,7 +179,8 @@ class AttentionKernel:
             MERGE_SPLITS=8,
             BLOCK_M=self._block_m,
             BLOCK_N=self._shape.keys,
-            BLOCK_D=max(16, triton.next_power_of_2(self._head_dim)),
+            BLOCK_D=max(16, triton.next_power_of_2(self._value_dim)),
+            BLOCK_REST=max(16, triton.next_power_of_2(self._head_dim - self._value_dim)),
             PRECISION=precision,
             num_warps=self._shape.num_warps,
             num_stages=self._shape.num_stages,
@@ -173,6 +197,7 @@ class TritonKernels:
         self,
         pool: PagedKV,
         num_heads: int,
+        latent: LatentShape | None = None,
         decode: TileShape | None = None,
         chunk: TileShape | None = None,
         tree: TileShape | None = None,
@@ -183,14 +208,19 @@ class TritonKernels:
             decode, chunk, tree: tile shapes; by default those for dtype and head size.
         """
         self.pool = pool
-        self._num_heads, self._tree = num_heads, tree
+        self._num_heads, self._tree, self._latent = num_heads, tree, latent
         sample = pool.get_keys(0)
         self.device, dtype, head_dim = sample.device, sample.dtype, sample.shape[-1]
+        if latent is not None:
+            decode = decode or choose_latent_shape(dtype, num_heads, one_token=True)
+            chunk = chunk or choose_latent_shape(dtype, num_heads, one_token=False)
+            self._tree = tree or decode
         self._few_kernel, self._many_kernel = (
             AttentionKernel(
                 pool,
                 num_heads,
                 decode or choose_decode_shape(dtype, head_dim, n),
+                latent,
                 one_token=True,
                 overlaps=True,
             )
@@ -200,6 +230,7 @@ class TritonKernels:
             pool,
             num_heads,
             chunk or choose_chunk_shape(dtype, head_dim, _find_shared_memory(self.device)),
+            latent,
         )
         self.staging = PinnedStaging(self.device)
         self.graph_memory = GraphMemory(self.device)
@@ -220,7 +251,7 @@ class TritonKernels:
         if is_few not in self._tree_kernels:
             shape = self._tree or choose_tree_shape(sample.dtype, sample.shape[-1], num_tiles)
             self._tree_kernels[is_few] = AttentionKernel(
-                self.pool, self._num_heads, shape, overlaps=True
+                self.pool, self._num_heads, shape, self._latent, overlaps=True
             )
         return self._tree_kernels[is_few]
 
