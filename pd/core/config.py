@@ -44,12 +44,14 @@ TOOL_CALL_PARSERS = (
     "kimi_k2",
     "llama3_json",
     "mistral",
+    "openai",
     "pythonic",
     "qwen3_coder",
     # Other servers' names of the same.
     "deepseekv3",
     "deepseekv31",
     "glm",
+    "gpt-oss",
     "llama3",
     "llama4_pythonic",
     "qwen",
@@ -64,12 +66,14 @@ REASONING_PARSERS = (
     "glm45",
     "kimi_k2",
     "mistral",
+    "openai_gptoss",
     "qwen3",
     "seed_oss",
     # Other servers' names of the same.
     "deepseek-r1",
     "deepseek-v3",
     "glm47",
+    "gpt-oss",
     "kimi",
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pd.core.config import REASONING_PARSERS
 from pd.core.errors import ProgramError
-from pd.proxy.text.reasoning import ReasoningParser, find_reasoning_tags
+from pd.proxy.text.reasoning import find_reasoning_tags, make_reasoning_parser
 from pd.proxy.text.tools.events import Content, Reasoning
 
 
@@ -29,7 +29,7 @@ def split_reasoning(text: str, prompt: str, template: str, family: str | None) -
     # Some models repeat a tag that their prompt implies.
     opens = text.lstrip().startswith(tags.open)
     stage = "before" if opens else tags.find_stage(prompt, None)
-    parser = ReasoningParser(tags, stage, verbatim=False)
+    parser = make_reasoning_parser(tags, stage, verbatim=False)
     events = [*parser.add_text(text), *parser.close()]
     reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
     content = "".join(event.text for event in events if isinstance(event, Content))

@@ -14,7 +14,7 @@ import xgrammar
 from pd.core.errors import InvalidRequestError
 from pd.core.grammar import Grammar
 from pd.proxy.requests.tools import read_tools
-from pd.proxy.text.reasoning import ReasoningTags
+from pd.proxy.text.reasoning import ReasoningTags, find_reasoning_tags
 from pd.proxy.text.tools.families import find_tool_family
 from pd.proxy.text.tools.reader import CallOptions
 from pd.proxy.text.tools.tags import UnfitError, make_choice, make_format, make_grammar, make_text
@@ -184,6 +184,32 @@ def test_the_parser_reads_what_the_tags_allow(name: str) -> None:
     parser = family.parser(CallOptions({"add": {"a": "json", "to": "text"}, "stop": {}}))
     events = parser.add_text(both) + parser.close()
     assert [event[-1] for event in events if event[-1] in ("add", "stop")] == ["add", "stop"]
+
+
+def test_gpt_oss_writes_reasoning_and_then_one_call_or_a_final_message() -> None:
+    family = find_tool_family("openai", "")
+    tags = find_reasoning_tags("openai_gptoss", "")
+    assert family is not None
+    assert tags is not None
+    declared = functions(ADD, {"name": "stop"})
+    call = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": %s, "to": "x"}'
+    start, final = "<|start|>assistant", "<|channel|>final<|message|>"
+    analysis = f"<|channel|>analysis<|message|>a <b> {{<|end|>{start}"
+    preamble = f"<|channel|>commentary<|message|>I call.<|end|>{start}"
+    right, wrong = call % 5, call % '"five"'
+    calls = tags.prepend_reasoning("before", family.form.make_calls(declared, several=True))
+    texts = (right, analysis + right, analysis * 2 + right, wrong, f"{right}{start}{right}")
+    others = (preamble + right, f"{final}hi", analysis, f"<|channel|>analysis<|message|>{right}")
+    assert accepts(calls, *texts, *others) == [True] * 3 + [False] * 6
+    mixed = family.form.make_calls_or_text(declared, several=True)
+    mixed = tags.prepend_reasoning("before", mixed)
+    assert accepts(mixed, *texts, *others) == [True] * 3 + [False] * 2 + [True] * 2 + [False] * 2
+    assert accepts(mixed, f"{analysis}{final}{wrong}", "text") == [False, False]
+    yes = tags.prepend_reasoning("before", tags.begin_answer(make_text("yes")))
+    assert accepts(yes, f"{analysis}{final}yes", f"{final}yes", "yes", f"{final}no") == [
+        *(True, True),
+        *(False, False),
+    ]
 
 
 def test_optional_parameters_may_be_left_out_anywhere() -> None:

@@ -43,7 +43,9 @@ MODELS = {
     "hermes that reasons": PLAIN + "{% if add_generation_prompt %}<think>\n{% endif %}",
 }
 # Those that `make test` leaves out.
-MORE_MODELS = dict.fromkeys(("deepseek_v3", "deepseek_v31", "glm45", "glm47", "kimi_k2"), PLAIN)
+MORE_MODELS = dict.fromkeys(
+    ("deepseek_v3", "deepseek_v31", "glm45", "glm47", "kimi_k2", "openai"), PLAIN
+)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from pd.proxy.text.tools.families import (
     GLM45,
     GLM47,
     KIMI_K2,
+    OPENAI,
     ToolFamily,
 )
 
@@ -39,6 +40,10 @@ def kimi(call_id: str, arguments: str) -> str:
 
 
 SECTION, END_SECTION = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+ANALYSIS = "<|channel|>analysis<|message|>I look.<|end|><|start|>assistant"
+COMMENTARY = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+FINAL = "<|channel|>final<|message|>"
+HARMONY_CLOSERS = json.dumps({"city": "<|end|><|call|><|start|>"})
 KIMI_END = "<|tool_call_end|>"
 KIMI_CLOSERS = json.dumps({"city": f"<|tool_call_end|>{END_SECTION}"})
 PARIS_TEXT = json.dumps(PARIS)
@@ -121,6 +126,21 @@ REAL: list[Case] = [
         "OK",
         [("get_weather", json.loads(KIMI_CLOSERS)), ("get-time", {})],
     ),
+    (OPENAI, f"{ANALYSIS}{COMMENTARY}{PARIS_TEXT}<|call|>", "", [("get_weather", PARIS)]),
+    (
+        OPENAI,
+        f" to=functions.get_weather<|channel|>commentary json<|message|>{HARMONY_CLOSERS}<|end|>"
+        "<|start|>assistant<|channel|>commentary to=get-time code<|message|><|call|>",
+        "",
+        [("get_weather", json.loads(HARMONY_CLOSERS)), ("get-time", {})],
+    ),
+    (
+        OPENAI,
+        "<|channel|>commentary<|message|>I call.<|end|><|start|>assistant to=functions.get-time"
+        '<|channel|>analysis<|message|> {"a": 1} ',
+        "I call.",
+        [("get-time", {"a": 1})],
+    ),
     (KIMI_K2, kimi("functions.get-time", '{"a": 1}'), "", [("get-time", {"a": 1})]),
     (
         GLM47,
@@ -147,6 +167,11 @@ MALFORMED: list[tuple[ToolFamily, str]] = [
     (KIMI_K2, f"{SECTION}<|tool_call_begin|>functions.get-time:0"),
     (KIMI_K2, f"{SECTION}{kimi('functions.get?:0', '{}')}{END_SECTION}"),
     (KIMI_K2, f"{SECTION}{kimi('', '{}')}"),
+    (OPENAI, "a <|start|>user<|message|>b"),
+    (OPENAI, "<|channel|>commentary to=functions.get-time json<|message|>"),
+    (OPENAI, "<|channel|>commentary to=functions.get-time json<|message|>no"),
+    (OPENAI, 'x<|start|>assistant<|channel|>final {"answer": "hi"}'),
+    (OPENAI, '<|start|>assistant {"answer": "hi"}<|return|>'),
     (KIMI_K2, f"{SECTION}no call{END_SECTION}"),
     (DEEPSEEK_V31, f"the tag {END} ends calls {CALL[:-2]}"),
 ]
@@ -156,6 +181,7 @@ CUT: list[tuple[ToolFamily, str]] = [
     (DEEPSEEK_V3, f'{BEGIN}{CALL}function{SEP}get_weather\n```json\n{{"city": "Pa'),
     (DEEPSEEK_V31, f'{BEGIN}{CALL}get_weather{SEP}{{"city": "Pa'),
     (GLM45, "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Pa"),
+    (OPENAI, f'{ANALYSIS}{COMMENTARY}{{"city": "Pa'),
     (KIMI_K2, SECTION + kimi("functions.get_weather:0", '{"city": "Pa').removesuffix(KIMI_END)),
     (GLM47, "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Pa"),
 ]
@@ -165,6 +191,7 @@ BROKEN: list[tuple[ToolFamily, str, str]] = [
     (DEEPSEEK_V3, deepseek_v3("get_weather", '{"city": "Paris"'), '{"city": "Paris"\n```'),
     (DEEPSEEK_V31, deepseek_v31("get_weather", '{"city": [1, <b>'), '{"city": [1, <b>'),
     (KIMI_K2, kimi("functions.get_weather:0", '{"city": {'), '{"city": {'),
+    (OPENAI, f'{COMMENTARY}{{"city": [1<|call|>', '{"city": [1'),
 ]
 
 # Texts that are meant to hurt.
@@ -175,6 +202,10 @@ HOSTILE: list[tuple[ToolFamily, str]] = [
     (DEEPSEEK_V31, f"{CALL}f{SEP}{{" + CALL_END[:-1] * 20_000),
     (GLM45, "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>" + "</arg_value>" * 50_000),
     (KIMI_K2, f"{kimi('f:0', '{}')}" * 5_000),
+    (OPENAI, "<|start|>" * 20_000),
+    (OPENAI, "<|channel|>" + "final " * 30_000),
+    (OPENAI, "<|channel|>analysis<|message|>a<|end|>" * 5_000),
+    (OPENAI, f"{COMMENTARY}{{" + "<|call" * 30_000),
     (KIMI_K2, "<|tool_call_begin|>" + "f:0" * 50_000),
     (GLM47, "<tool_call>f" + "<arg_key>a</arg_key><arg_value>1</arg_value>" * 10_000),
 ]
@@ -191,3 +222,5 @@ BITS = (
         f"{CALL}get_weather{SEP}",
     }
 )
+BITS |= {"<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|constrain|>"}
+BITS |= {"assistant", " to=functions.get-time", "final", "analysis", FINAL, COMMENTARY}

@@ -9,8 +9,9 @@ from pd.core.errors import InvalidRequestError
 from pd.proxy.requests.grammar_fields import GrammarFields
 from pd.proxy.text.reasoning import ReasoningParser, Stage
 from pd.proxy.text.reasoning_count import ReasoningStart
-from pd.proxy.text.tools import tags
+from pd.proxy.text.tools import harmony, tags
 from pd.proxy.text.tools.events import Content, Reasoning
+from pd.proxy.text.tools.families import OPENAI
 from pd.proxy.text.tools.functions import name_parameters_field
 from pd.proxy.text.tools.reader import CallOptions
 
@@ -69,18 +70,27 @@ def plan_output(body: ChatRequest, text: TextModel, prompt: RenderedChat) -> Out
         continued = str(body.messages[-1]["content"]) if body.continue_final_message else None
         stage = reasoning.find_stage(prompt.tail, continued)
         start = ReasoningStart(reasoning, stage)
-    if stage == "after":
-        reasoning = None
-    new_calls = None
+    options = None
     if family is not None and body.tools is not None:
         kinds = {each.name: each.classify_parameters() for each in body.tools.functions}
         max_calls = None if body.parallel_tool_calls and body.call_choice.name is None else 1
-        new_calls = partial(family.parser, CallOptions(kinds, max_calls))
+        options = CallOptions(kinds, max_calls)
     kept_tokens = set(family.special) if family else set()
+    new_parser: Callable[[], OutputParser] | None = None
+    if family is OPENAI or (reasoning is not None and reasoning.in_channels):
+        kept_tokens |= set(harmony.TAGS)
+        new_parser = partial(
+            harmony.HarmonyParser,
+            options,
+            begins_message=stage == "before" or reasoning is None,
+            verbatim=reasoning is None or not body.separate_reasoning,
+        )
+    if stage == "after":
+        reasoning = None
     if reasoning is not None:
         kept_tokens |= {reasoning.open, *reasoning.ends}
-    new_parser = None
-    if reasoning or new_calls:
+    if new_parser is None and (reasoning or options):
+        new_calls = None if family is None or options is None else partial(family.parser, options)
         new_parser = partial(_ChatParser, reasoning, stage, new_calls, body.separate_reasoning)
     reasoning_form: ReasoningForm = "streamed" if body.stream_reasoning else "whole"
     return OutputPlan(
@@ -111,7 +121,7 @@ def _make_grammar(
     elif wanted is None or reasoning is None:
         return wanted
     else:
-        content = tags.make_format(wanted)
+        content = reasoning.begin_answer(tags.make_format(wanted))
     if reasoning is not None:
         content = reasoning.prepend_reasoning(stage, content)
     try:
@@ -195,7 +205,10 @@ def _make_call_format(body: ChatRequest, family: ToolFamily, functions: list[Fun
         return family.form.make_calls(functions, several=several)
     if grammar is not None:
         calls = family.form.make_calls(functions, several=several)
-        return tags.make_choice(calls, tags.make_format(grammar))
+        answer = tags.make_format(grammar)
+        if family.form.answer:
+            answer = tags.make_sequence(tags.make_text(family.form.answer), answer)
+        return tags.make_choice(calls, answer)
     return family.form.make_calls_or_text(functions, several=several)
 
 

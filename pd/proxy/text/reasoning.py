@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from pd.proxy.text.tools import kimi, tags
+from pd.proxy.text.tools import harmony, kimi, tags
 from pd.proxy.text.tools.events import Content, Reasoning
 from pd.proxy.text.tools.reader import Reader
 
 if TYPE_CHECKING:
+    from pd.proxy.text.tools.events import OutputParser
     from pd.proxy.text.tools.incoming import Steps
     from pd.proxy.text.tools.tags import Format
 
@@ -26,12 +27,15 @@ class ReasoningTags(NamedTuple):
     Attributes:
         implied: answers begin inside the reasoning even without an opening tag in the prompt.
         interrupts: tags that begin calls, so they end the reasoning, too.
+        in_channels: an answer consists of messages, of which several may be reasoning
+            (:mod:`pd.proxy.text.tools.harmony`).
     """
 
     open: str
     close: str
     implied: bool = False
     interrupts: tuple[str, ...] = ()
+    in_channels: bool = False
 
     @property
     def ends(self) -> tuple[str, ...]:
@@ -40,9 +44,17 @@ class ReasoningTags(NamedTuple):
 
     def is_used_in(self, template: str) -> bool:
         """Tell whether a chat template has these tags."""
+        if self.in_channels:
+            return self.open in template
         return (self.open in template or self.close in template) and all(
             tag in template for tag in self.interrupts
         )
+
+    def begin_answer(self, content: Format) -> Format:
+        """Put the text that a model writes before its answer before the format of the answer."""
+        if not self.in_channels:
+            return content
+        return tags.make_sequence(tags.make_text(harmony.FINAL), content)
 
     def find_stage(self, tail: str, continued: str | None) -> Stage:
         """Find out where an answer begins.
@@ -67,6 +79,8 @@ class ReasoningTags(NamedTuple):
         """Make the structural tag for reasoning with ``content`` after it."""
         if stage == "after":
             return content
+        if self.in_channels:
+            return harmony.prepend_analysis(content)
         begin = "" if stage == "inside" else self.open
         reasoning = tags.make_sequence(
             tags.make_tag(begin, tags.any_text(*self.interrupts), self.close),
@@ -82,6 +96,7 @@ _MISTRAL = ReasoningTags("[THINK]", "[/THINK]")
 _SEED = ReasoningTags("<seed:think>", "</seed:think>")
 _KIMI = _THINK._replace(interrupts=(kimi.SECTION,))
 _DEEPSEEK_R1 = _THINK._replace(implied=True)
+_HARMONY = ReasoningTags(harmony.ANALYSIS, harmony.END, in_channels=True)
 # By the names in all servers.
 _FAMILIES = {
     "qwen3": _THINK,
@@ -95,6 +110,8 @@ _FAMILIES = {
     "kimi_k2": _KIMI,
     "mistral": _MISTRAL,
     "seed_oss": _SEED,
+    "gpt-oss": _HARMONY,
+    "openai_gptoss": _HARMONY,
 }
 
 
@@ -105,8 +122,18 @@ def find_reasoning_tags(name: str, template: str) -> ReasoningTags | None:
     """
     if name != "auto":
         return _FAMILIES.get(name)
-    known = (_SEED, _MISTRAL, _KIMI, _THINK)
+    known = (_HARMONY, _SEED, _MISTRAL, _KIMI, _THINK)
     return next((each for each in known if each.is_used_in(template)), None)
+
+
+def make_reasoning_parser(tags: ReasoningTags, stage: Stage, *, verbatim: bool) -> OutputParser:
+    """Make the parser of an answer without calls.
+
+    ``verbatim``: the reasoning includes the tags and the white space around them.
+    """
+    if tags.in_channels:
+        return harmony.HarmonyParser(None, begins_message=stage == "before")
+    return ReasoningParser(tags, stage, verbatim=verbatim)
 
 
 class ReasoningParser(Reader):

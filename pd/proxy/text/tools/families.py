@@ -6,7 +6,17 @@ import re
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from pd.proxy.text.tools import deepseek, glm, hermes, kimi, llama_json, mistral, pythonic, qwen_xml
+from pd.proxy.text.tools import (
+    deepseek,
+    glm,
+    harmony,
+    hermes,
+    kimi,
+    llama_json,
+    mistral,
+    pythonic,
+    qwen_xml,
+)
 from pd.proxy.text.tools.argument_formats import (
     TagLayout,
     make_json_arguments,
@@ -193,6 +203,24 @@ KIMI_K2 = ToolFamily(
     ),
     kimi.TAGS,
 )
+OPENAI = ToolFamily(
+    "openai",
+    harmony.HarmonyParser,
+    CallForm(
+        begin=(
+            f"{harmony.CHANNEL}commentary{harmony.RECIPIENT}{harmony.NAMESPACE}%s "
+            f"{harmony.CONSTRAIN}json{harmony.MESSAGE}"
+        ),
+        # Generation ends at this tag, which no text can contain.
+        end="",
+        make_arguments=make_json_arguments,
+        separator="",
+        is_single=True,
+        answer=harmony.FINAL,
+        add_text=harmony.add_text,
+    ),
+    harmony.TAGS,
+)
 _FAMILIES = {
     family.name: family
     for family in (
@@ -206,6 +234,7 @@ _FAMILIES = {
         GLM45,
         GLM47,
         KIMI_K2,
+        OPENAI,
     )
 }
 # Names in other servers.
@@ -213,6 +242,7 @@ _ALIASES = {
     "deepseekv3": DEEPSEEK_V3,
     "deepseekv31": DEEPSEEK_V31,
     "glm": GLM45,
+    "gpt-oss": OPENAI,
     "llama3": LLAMA3_JSON,
     "llama4_pythonic": PYTHONIC,
     "qwen": HERMES,
@@ -231,6 +261,7 @@ _MARKS = (
     (PYTHONIC, re.compile(r"\[func_name1\(")),
     (LLAMA3_JSON, re.compile(r"\{name:functionname,parameters:")),
     (PYTHONIC, re.compile(re.escape(pythonic.START))),
+    (OPENAI, re.compile(re.escape(f"{harmony.CHANNEL}commentary"))),
     (KIMI_K2, re.compile(re.escape(kimi.CALL))),
     (DEEPSEEK_V3, re.compile(f"{re.escape(deepseek.SEPARATOR)}.*{deepseek.FENCE}json")),
     (DEEPSEEK_V31, re.compile(re.escape(deepseek.SEPARATOR))),

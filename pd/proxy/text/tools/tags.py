@@ -110,6 +110,10 @@ class CallForm(NamedTuple):
         closing: text after all calls.
         trigger: text that begins calls and nothing else; empty if calls begin the answer.
         forbidden: other texts that the parser would read as calls.
+        is_single: an answer has at most one call.
+        answer: text before an answer that is not a call.
+        add_text: makes the format of calls or text from that of calls, for families with messages;
+            None for the others.
     """
 
     begin: str
@@ -120,6 +124,9 @@ class CallForm(NamedTuple):
     closing: str = ""
     trigger: str = ""
     forbidden: tuple[str, ...] = ()
+    is_single: bool = False
+    answer: str = ""
+    add_text: Callable[[Format], Format] | None = None
 
     def find_function(self, begin: object) -> str | None:
         """Find the function that a tag with this beginning calls, if any."""
@@ -142,7 +149,7 @@ class CallForm(NamedTuple):
                 "tags": [make_call(function, drop) for function in functions],
                 "separator": separator,
                 "at_least_one": True,
-                "stop_after_first": not several,
+                "stop_after_first": self.is_single or not several,
             }
 
         if not self.opening:
@@ -157,6 +164,8 @@ class CallForm(NamedTuple):
 
     def make_calls_or_text(self, functions: Sequence[Function], *, several: bool) -> Format:
         """Make the format of calls mixed with other text. Raises UnfitError."""
+        if self.add_text is not None:
+            return self.add_text(self.make_calls(functions, several=several))
         if self.trigger:
             calls = self.make_calls(functions, several=several, skip=len(self.trigger))
             return {
