@@ -45,6 +45,7 @@ TOOL_CALL_PARSERS = (
     "llama3_json",
     "mistral",
     "openai",
+    "phi4_mini_json",
     "pythonic",
     "qwen3_coder",
     # Other servers' names of the same.

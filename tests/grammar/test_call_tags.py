@@ -29,7 +29,7 @@ FAMILIES = {
     name: find_tool_family(name.split()[0], "[ARGS]" if "names" in name else "")
     for name in (
         *("hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "mistral names"),
-        *("deepseek_v3", "deepseek_v31", "glm45", "glm47", "kimi_k2"),
+        *("deepseek_v3", "deepseek_v31", "glm45", "glm47", "kimi_k2", "phi4_mini_json"),
     )
 }
 # The tags of DeepSeek, in their order in a call.
@@ -98,6 +98,13 @@ CALLS = {
         "<arg_value>x</arg_value></tool_call>",
         "<tool_call>stop</tool_call>",
         "%s%s",
+    ),
+    "phi4_mini_json": _list_calls(
+        '{"name": "add", "arguments": {"a": %s, "to": "x"}}',
+        '{"name": "stop", "arguments": {}}',
+        "functools[",
+        ", ",
+        "]",
     ),
     "kimi_k2": _list_calls(
         '<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": %s, "to": "x"}'

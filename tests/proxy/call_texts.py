@@ -12,6 +12,7 @@ from pd.proxy.text.tools.families import (
     GLM47,
     KIMI_K2,
     OPENAI,
+    PHI4_MINI,
     ToolFamily,
 )
 
@@ -126,6 +127,20 @@ REAL: list[Case] = [
         "OK",
         [("get_weather", json.loads(KIMI_CLOSERS)), ("get-time", {})],
     ),
+    (
+        PHI4_MINI,
+        'functools[{"name": "get_weather", "arguments": {"city": "Paris"}}, '
+        '{"name": "get-time", "arguments": {}}]',
+        "",
+        [("get_weather", PARIS), ("get-time", {})],
+    ),
+    (
+        PHI4_MINI,
+        'I look.<|tool_call|>[{"name": "get_weather", "arguments": {"city": "]<|/tool_call|>"}}]'
+        "<|/tool_call|> OK",
+        "I look.OK",
+        [("get_weather", {"city": "]<|/tool_call|>"})],
+    ),
     (OPENAI, f"{ANALYSIS}{COMMENTARY}{PARIS_TEXT}<|call|>", "", [("get_weather", PARIS)]),
     (
         OPENAI,
@@ -167,6 +182,8 @@ MALFORMED: list[tuple[ToolFamily, str]] = [
     (KIMI_K2, f"{SECTION}<|tool_call_begin|>functions.get-time:0"),
     (KIMI_K2, f"{SECTION}{kimi('functions.get?:0', '{}')}{END_SECTION}"),
     (KIMI_K2, f"{SECTION}{kimi('', '{}')}"),
+    (PHI4_MINI, "import functools, functools[no"),
+    (PHI4_MINI, 'functools[{"name": "get-time", '),
     (OPENAI, "a <|start|>user<|message|>b"),
     (OPENAI, "<|channel|>commentary to=functions.get-time json<|message|>"),
     (OPENAI, "<|channel|>commentary to=functions.get-time json<|message|>no"),
@@ -182,6 +199,7 @@ CUT: list[tuple[ToolFamily, str]] = [
     (DEEPSEEK_V31, f'{BEGIN}{CALL}get_weather{SEP}{{"city": "Pa'),
     (GLM45, "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Pa"),
     (OPENAI, f'{ANALYSIS}{COMMENTARY}{{"city": "Pa'),
+    (PHI4_MINI, 'functools[{"name": "get_weather", "arguments": {"city": "Pa'),
     (KIMI_K2, SECTION + kimi("functions.get_weather:0", '{"city": "Pa').removesuffix(KIMI_END)),
     (GLM47, "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Pa"),
 ]
@@ -202,6 +220,7 @@ HOSTILE: list[tuple[ToolFamily, str]] = [
     (DEEPSEEK_V31, f"{CALL}f{SEP}{{" + CALL_END[:-1] * 20_000),
     (GLM45, "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>" + "</arg_value>" * 50_000),
     (KIMI_K2, f"{kimi('f:0', '{}')}" * 5_000),
+    (PHI4_MINI, "functools[" * 20_000),
     (OPENAI, "<|start|>" * 20_000),
     (OPENAI, "<|channel|>" + "final " * 30_000),
     (OPENAI, "<|channel|>analysis<|message|>a<|end|>" * 5_000),

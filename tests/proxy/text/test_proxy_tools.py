@@ -46,7 +46,15 @@ BOTH = (
     '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 )
 TOKENS = tokenizer()
-MORE_FAMILIES = ("deepseek_v3", "deepseek_v31", "glm45", "glm47", "kimi_k2", "openai")
+MORE_FAMILIES = (
+    "deepseek_v3",
+    "deepseek_v31",
+    "glm45",
+    "glm47",
+    "kimi_k2",
+    "openai",
+    "phi4_mini_json",
+)
 
 
 class Scripted:

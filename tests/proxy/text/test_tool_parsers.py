@@ -31,6 +31,7 @@ from pd.proxy.text.tools.families import (
     LLAMA3_JSON,
     MISTRAL,
     OPENAI,
+    PHI4_MINI,
     PYTHONIC,
     QWEN3_CODER,
     ToolFamily,
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from pd.proxy.text.tools.events import OutputParser
 
 FAMILIES = [HERMES, QWEN3_CODER, LLAMA3_JSON, PYTHONIC, MISTRAL]
-FAMILIES += [DEEPSEEK_V3, DEEPSEEK_V31, GLM45, GLM47, KIMI_K2, OPENAI]
+FAMILIES += [DEEPSEEK_V3, DEEPSEEK_V31, GLM45, GLM47, KIMI_K2, OPENAI, PHI4_MINI]
 WEATHER = {
     "type": "function",
     "function": {
@@ -775,7 +776,8 @@ TEMPLATES: list[tuple[str, str | None, str]] = [
     ("Nemotron Nano", None, '<TOOLCALL>[{"name": function name, "parameters": {}}]</TOOLCALL>'),
     ("LFM2", None, "<|tool_call_start|>[func_name1(a=1)]<|tool_call_end|>"),
     ("Granite 3", None, '<|tool_call|>[{"name": "f", "arguments": {}}]'),
-    ("Phi 4 mini", None, '<|tool_call|>[{"name": "f", "arguments": {}}]<|/tool_call|>'),
+    ("Phi 4 mini, in vLLM", "phi4_mini_json", 'as functools[{"name": [name], "arguments": []}]'),
+    ("Phi 4 mini", "phi4_mini_json", '<|tool_call|>[{"name": "f", "arguments": {}}]<|/tool_call|>'),
     ("Kimi K2", "kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"),
     (
         "DeepSeek V3",

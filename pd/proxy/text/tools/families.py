@@ -14,6 +14,7 @@ from pd.proxy.text.tools import (
     kimi,
     llama_json,
     mistral,
+    phi,
     pythonic,
     qwen_xml,
 )
@@ -221,6 +222,30 @@ OPENAI = ToolFamily(
     ),
     harmony.TAGS,
 )
+PHI4_MINI = ToolFamily(
+    "phi4_mini_json",
+    phi.PhiParser,
+    CallForm(
+        begin='{"name": "%s", "arguments": ',
+        end="}",
+        make_arguments=make_json_arguments,
+        separator=", ",
+        opening=f"{phi.WORD}[",
+        closing="]",
+        trigger=phi.WORD,
+        forbidden=(phi.OPEN,),
+    ),
+    (phi.OPEN, phi.CLOSE),
+)
+# Of templates with the special tokens. The same parser reads both.
+_PHI4_TOKENS = PHI4_MINI._replace(
+    form=PHI4_MINI.form._replace(
+        opening=f"{phi.OPEN}[",
+        closing=f"]{phi.CLOSE}",
+        trigger=phi.OPEN,
+        forbidden=(phi.WORD,),
+    )
+)
 _FAMILIES = {
     family.name: family
     for family in (
@@ -235,6 +260,7 @@ _FAMILIES = {
         GLM47,
         KIMI_K2,
         OPENAI,
+        PHI4_MINI,
     )
 }
 # Names in other servers.
@@ -261,6 +287,7 @@ _MARKS = (
     (PYTHONIC, re.compile(r"\[func_name1\(")),
     (LLAMA3_JSON, re.compile(r"\{name:functionname,parameters:")),
     (PYTHONIC, re.compile(re.escape(pythonic.START))),
+    (PHI4_MINI, re.compile(rf"{phi.WORD}\[|{re.escape(phi.CLOSE)}")),
     (OPENAI, re.compile(re.escape(f"{harmony.CHANNEL}commentary"))),
     (KIMI_K2, re.compile(re.escape(kimi.CALL))),
     (DEEPSEEK_V3, re.compile(f"{re.escape(deepseek.SEPARATOR)}.*{deepseek.FENCE}json")),
@@ -294,6 +321,8 @@ def find_tool_family(name: str, template: str) -> ToolFamily | None:
             family = GLM47
     if family is MISTRAL and mistral.ARGS in template:
         return _MISTRAL_NAMED
+    if family is PHI4_MINI and phi.OPEN in template:
+        return _PHI4_TOKENS
     return family
 
 
