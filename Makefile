@@ -66,6 +66,7 @@ check: $(VENV)/.installed
 	$(BIN)/python scripts/check_class_names.py
 	$(BIN)/python scripts/render_benchmarks.py --check
 	$(BIN)/python scripts/render_fields.py --check
+	$(BIN)/python scripts/render_models.py --check
 
 fmt: $(VENV)/.installed
 	$(BIN)/ruff format .

@@ -83,6 +83,15 @@ _SPECIFIC: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3Config",
         {**_LATENT, "q_lora_rank": 40, "n_shared_experts": 1, "n_group": 4, "topk_group": 2},
     ),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteConfig",
+        {
+            **{key: value for key, value in _LATENT.items() if key != "first_k_dense_replace"},
+            "q_lora_rank": 40,
+            "mlp_layer_types": ["dense", "dense", "sparse"],
+            "rms_norm_eps": 0.02,
+        },
+    ),
 }
 ARCHITECTURES = tuple(_SPECIFIC)
 # Written in several files with an index, and with two end-of-sequence ids.

@@ -30,6 +30,7 @@ class Architecture:
         default_eos: id that ends an answer if no file has the key, as in transformers.
         width_key: key of ``config.json`` for the width of the MLP, or of one expert.
         has_experts: whether the MLP is a sparse mixture of experts.
+        has_latents: whether attention is to latents of K and V (MLA).
         implemented: keys of ``config.json`` that :mod:`pd.models.refusals` refuses for other
             architectures, but :meth:`adapt_config` represents.
         neutral: values, by key, of further settings that change nothing. We refuse all others.
@@ -39,6 +40,7 @@ class Architecture:
     default_eos: ClassVar[int | None] = 2
     width_key: ClassVar[str] = "intermediate_size"
     has_experts: ClassVar[bool] = False
+    has_latents: ClassVar[bool] = False
     implemented: ClassVar[frozenset[str]] = frozenset()
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
 

@@ -39,6 +39,7 @@ class DeepseekV2(Architecture):
     }
     width_key = "moe_intermediate_size"
     has_experts = True
+    has_latents = True
     implemented = frozenset(
         (
             "rope_interleave",

@@ -47,6 +47,7 @@ class DeepseekV3(Architecture):
     default_eos = 1
     width_key = "moe_intermediate_size"
     has_experts = True
+    has_latents = True
     implemented = DeepseekV2.implemented
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "scoring_func": ("sigmoid",),

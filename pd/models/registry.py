@@ -35,6 +35,9 @@ ARCHITECTURES: dict[str, ListedArchitecture] = {
     "qwen3_moe": ListedArchitecture("Qwen3MoeForCausalLM", "pd.models.qwen3_moe:Qwen3Moe"),
     "deepseek_v2": ListedArchitecture("DeepseekV2ForCausalLM", "pd.models.deepseek_v2:DeepseekV2"),
     "deepseek_v3": ListedArchitecture("DeepseekV3ForCausalLM", "pd.models.deepseek_v3:DeepseekV3"),
+    "glm4_moe_lite": ListedArchitecture(
+        "Glm4MoeLiteForCausalLM", "pd.models.glm4_moe_lite:Glm4MoeLite"
+    ),
     "kimi_k2": ListedArchitecture("DeepseekV3ForCausalLM", "pd.models.deepseek_v3:DeepseekV3"),
 }
 

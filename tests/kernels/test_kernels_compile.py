@@ -37,13 +37,16 @@ pool |= {"items": "*i32", "tables": "*i32", "partials": "*fp32", "partial_lse": 
 numbers = {"q_stride": "i32", "scale": "fp32"}
 shape = {"KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "PAGE_SIZE": 16, "NUM_FIELDS": 9, "ROWS": 16}
 shape |= {"MERGE_ROWS": 8, "MERGE_SPLITS": 8, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_D": 128}
-shape |= {"PRECISION": "tf32", "PDL": False}
+shape |= {"PRECISION": "tf32", "PDL": False, "VALUE_DIM": 128, "BLOCK_REST": 16}
+latents = {"KV_HEADS": 1, "GROUP": 16, "HEAD_DIM": 576, "VALUE_DIM": 512, "BLOCK_D": 512}
+latents |= {"BLOCK_N": 32, "BLOCK_REST": 64}
 seen = ["masks", "bases", "token_positions"]
 for count in range(len(seen) + 1):
     given = int64(" ".join(seen[:count]))
     without = dict.fromkeys(seen[count:])
     attention = pool | {"arrivals": "*i32"} | given
-    compiled(triton_kernel.paged_attention, attention, numbers, shape | without)
+    for each in (shape, shape | latents) if count in (0, 3) else (shape,):
+        compiled(triton_kernel.paged_attention, attention, numbers, each | without)
 tokens = int64("slots places") | {"limits": "*i32", "firsts": "*i32", "tables": "*i32"}
 sizes = {"rows": "i32", "extra_slot": "i32"}
 block = {"PAGE_SIZE": 16, "BLOCK": 128, "PDL": False}
@@ -64,4 +67,4 @@ def test_kernels_of_drafts_compile() -> None:
         [sys.executable, "-c", PROGRAM], env=plain, capture_output=True, text=True, timeout=300
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
-    assert ran.stdout.split().count("paged_attention") == 4
+    assert ran.stdout.split().count("paged_attention") == 6

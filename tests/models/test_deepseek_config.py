@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+from checkpoints import make_checkpoint
+from safetensors.torch import load_file, save_file
 
 from pd.core.errors import UnsupportedModelError, UsageError
 from pd.models.config import LatentConfig, RopeConfig, RouterConfig
-from pd.models.config_reader import parse_model_config
+from pd.models.config_reader import parse_model_config, read_model_config
+from pd.models.loader import load_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 # As published, abridged.
 V2_LITE: dict[str, Any] = {
@@ -92,6 +99,16 @@ KIMI_K2: dict[str, Any] = {
     "routed_scaling_factor": 2.827,
     "topk_group": 1,
 }
+GLM: dict[str, Any] = {
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "hidden_size": 2048,
+    "intermediate_size": 10240,
+    "max_position_embeddings": 202752,
+    "model_type": "glm4_moe_lite",
+    "num_attention_heads": 20,
+    "num_hidden_layers": 2,
+    "vocab_size": 154880,
+}
 
 
 def test_deepseek_v2_lite() -> None:
@@ -142,6 +159,7 @@ def test_kimi_k2_is_an_architecture_of_deepseek_v3() -> None:
         (V3, {"topk_group": 9}, "topk_group 9 of n_group 8"),
         (V3, {"n_group": 64, "topk_group": 1}, "topk_group 1 leaves 4 experts"),
         (V3, {"qk_rope_head_dim": 63}, "qk_rope_head_dim 63 is odd"),
+        (GLM, {"mlp_layer_types": ["sparse", "dense"]}, "mlp_layer_types = ['sparse', 'dense']"),
         (V3, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ],
 )
@@ -159,3 +177,18 @@ def test_ranks_divide_heads_but_not_latents() -> None:
     assert (part.intermediate_size, part.dense_size) == (704, 5472)
     with pytest.raises(UsageError, match="--tp-size 5 does not divide the model's num_heads 16"):
         parse_model_config(V2_LITE).split_by_ranks(5)
+
+
+def test_layers_for_drafts_are_ignored_and_others_are_not(tmp_path: Path) -> None:
+    path = make_checkpoint("deepseek_v3", tmp_path)
+    file = path / "model.safetensors"
+    weights = load_file(file)
+    save_file({**weights, "model.layers.3.enorm.weight": torch.ones(64)}, file)
+    config = read_model_config(path)
+    model = load_model(path, config, dtype=torch.bfloat16, device="cpu")
+    router = model.layers[1].mlp.router  # type: ignore[union-attr]
+    assert router.weight.dtype == router.bias.dtype == torch.float32  # type: ignore[union-attr]
+    assert model.layers[1].mlp.experts.down.dtype == torch.bfloat16  # type: ignore[union-attr]
+    save_file({**weights, "model.layers.4.enorm.weight": torch.ones(64)}, file)
+    with pytest.raises(UsageError, match=r"model.layers.4.enorm.weight, which the model lacks"):
+        load_model(path, config, dtype=torch.float32, device="cpu")
