@@ -608,3 +608,36 @@ def test_tokenize_shows_tools(cluster: Cluster, model: Scripted) -> None:
     body = {"messages": ASKED, "tools": [WEATHER, CLOCK]}
     tokens = cluster.client(model.proxy).post("/tokenize", json=body).json()["tokens"]
     assert np.frombuffer(model.node.wait_generate().token_ids, "<i4").tolist() == tokens
+
+
+# gpt-oss's way of the prompt, without what it says of calls.
+HARMONY = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|start|>{{ m.role }}"
+    "<|message|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant"
+    "{% endif %}{# <|channel|>analysis<|message|> <|channel|>commentary #}"
+)
+
+
+def test_channels_are_reasoning_content_and_calls(cluster: Cluster, tmp_path: Path) -> None:
+    model = Scripted(cluster, tmp_path, HARMONY)
+    thought = "<|channel|>analysis<|message|>I look.<|end|>"
+    call = '<|channel|>commentary to=functions.get_weather json<|message|>{"city": "Paris"}'
+    final = "<|channel|>final<|message|>Sunny."
+    texts = [f"{thought}<|start|>assistant{rest}" for rest in (call, final, final, final)]
+    answer = model.ask(texts[0])
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.reasoning_content == "I look."
+    assert choice.message.content is None
+    assert calls_of(choice.message) == CITIES[:1]
+    # The header of the message does not count.
+    counted = len(TOKENS.encode("I look.<|end|>", add_special_tokens=False).ids)
+    assert answer.usage.completion_tokens_details.reasoning_tokens == counted
+    (choice,) = model.ask(texts[1], tool_choice="none").choices
+    assert (choice.message.reasoning_content, choice.message.content) == ("I look.", "Sunny.")
+    chunks = [chunk.choices[0].delta for chunk in model.ask(texts[2], stream=True)]
+    assert "".join(each.content or "" for each in chunks) == "Sunny."
+    hidden = model.ask(texts[3], extra_body={"separate_reasoning": False})
+    assert hidden.choices[0].message.content == f"{thought}Sunny."
+    model.ask(texts[0], tool_choice="required")
+    assert "to=functions.clock <|constrain|>json" in json.dumps(model.structural_tag(5))

@@ -485,6 +485,25 @@ def test_a_closing_tag_counts_only_where_a_call_goes_on(
         assert json.loads(arguments) == {parameter: value} | unit
 
 
+EVERY_CUT = [(case[0], case[1]) for case in REAL] + MALFORMED + CUT
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        pytest.param(*case, marks=[] if number % 16 == 0 else pytest.mark.full)
+        for number, case in enumerate(EVERY_CUT)
+    ],
+)
+def test_every_cut_of_a_text_and_of_its_beginnings(family: ToolFamily, text: str) -> None:
+    """Each beginning is read the same in one piece and cut anywhere; half characters never come,
+    because the detokenizer holds them."""
+    for end in range(1, len(text) + 1):
+        whole = read(family.parser(OPTIONS), text[:end])
+        assert read(family.parser(OPTIONS), text[:end], 1) == whole
+    in_every_cut(family, text)
+
+
 def is_json(text: str) -> bool:
     try:
         json.loads(text)
