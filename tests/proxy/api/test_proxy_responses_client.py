@@ -316,3 +316,22 @@ def test_refused_fields_are_named(
     response = httpx.post(f"{caller.base_url}responses", json={"input": "hello"} | body)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["message"].startswith(message), response.text
+
+
+@pytest.mark.full
+def test_four_processes_share_stored_responses(model_dir: str, tmp_path_factory: Any) -> None:
+    directory = str(tmp_path_factory.mktemp("storage"))
+    with ExitStack() as stack:
+        cluster = Cluster(stack, model_dir)
+        cluster.node("unified", speak)
+        url = cluster.proxy(workers=4, storage_dir=directory).url
+        name = make_client(url).responses.create(model="fake", input="hello").id
+        for _ in range(12):  # each client has a connection of its own, so most processes get some
+            other = make_client(url)
+            assert other.responses.retrieve(name).output_text == TEXT
+            other.responses.create(model="fake", input="hi", previous_response_id=name)
+    with ExitStack() as stack:
+        cluster = Cluster(stack, model_dir)
+        cluster.node("unified", speak)
+        again = make_client(cluster.proxy(workers=1, storage_dir=directory).url)
+        assert again.responses.retrieve(name).output_text == TEXT, "it survives a restart"
