@@ -31,7 +31,7 @@ def _compute_rotations(
 
 
 def compute_rotations(
-    positions: torch.Tensor, frequencies: torch.Tensor, scale: float
+    positions: torch.Tensor, frequencies: torch.Tensor, scale: float = 1.0
 ) -> torch.Tensor:
     """:func:`pd.kernels.rope.compute_rotations`."""
     tokens, half = len(positions), len(frequencies)

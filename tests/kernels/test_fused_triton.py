@@ -72,8 +72,9 @@ class TestRope:
 
         frequencies = inverse_frequencies(24, 500000.0)
         positions = torch.tensor([0, 1, 4095, 131071])
-        out = rope_triton.compute_rotations(positions.to(DEVICE), frequencies.to(DEVICE))
-        assert_near(out, compute_rotations(positions, frequencies), 1e-6)
+        for scale in (1.0, 1.3466):
+            out = rope_triton.compute_rotations(positions.to(DEVICE), frequencies.to(DEVICE), scale)
+            assert_near(out, compute_rotations(positions, frequencies, scale), 1e-6)
 
     @DTYPE
     @pytest.mark.parametrize("has_norm", [False, True])
