@@ -18,6 +18,7 @@ from pd.proxy.requests import (
     ollama,
     openai,
     responses,
+    score,
     tokens,
 )
 from pd.proxy.requests import output_grammar as structured
@@ -33,7 +34,7 @@ from pd.proxy.requests.known_fields import (
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "docs" / "fields.md"
-MODELS = (admin, anthropic, chat, native, ollama, openai, responses, structured, tokens)
+MODELS = (admin, anthropic, chat, native, ollama, openai, responses, score, structured, tokens)
 
 HEAD = """\
 # Fields of requests

@@ -197,7 +197,10 @@ class PreferRole(Message):
 
 
 class TokenLogprobs(msgspec.Struct, forbid_unknown_fields=True, array_like=True):
-    """Log probabilities of one token and of the likeliest tokens, best first."""
+    """Log probabilities of one token and of the likeliest tokens, best first.
+
+    After the likeliest tokens come those that the request names (``logprob_token_ids``).
+    """
 
     token_id: int
     logprob: float | None

@@ -16,6 +16,7 @@ MAX_CHOICES = 64
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
 MAX_ALLOWED_TOKEN_IDS = 1024
+MAX_LOGPROB_TOKEN_IDS = 128
 # Limit on the tokens of all bad words together. Most words have two spellings.
 MAX_BAD_TOKENS = 1024
 SEED_LIMIT = 1 << 63
@@ -71,6 +72,8 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         grammar: language of the output, or None.
         allowed_token_ids: only these tokens may be drawn; empty for all.
         bad_sequences: sequences of tokens that the output may not contain.
+        logprob_token_ids: tokens whose log probabilities to report next to each token, after the
+            likeliest ones.
     """
 
     max_tokens: int
@@ -93,6 +96,12 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     grammar: Grammar | None = None
     allowed_token_ids: tuple[int, ...] = ()
     bad_sequences: tuple[tuple[int, ...], ...] = ()
+    logprob_token_ids: tuple[int, ...] = ()
+
+    @property
+    def other_logprobs(self) -> int:
+        """Number of other tokens whose log probabilities come with each token's own."""
+        return self.top_logprobs + len(self.logprob_token_ids)
 
     @property
     def limits_tokens(self) -> bool:
@@ -135,6 +144,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS),
             ("logit_bias", self.logit_bias, MAX_LOGIT_BIAS),
             ("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS),
+            ("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS),
             ("bad_words", tuple(chain.from_iterable(self.bad_sequences)), MAX_BAD_TOKENS),
         ):
             if len(ids) > max_entries:

@@ -87,12 +87,15 @@ class _RowLogprobs:
     Attributes:
         rows: indices of ``n`` rows of the step.
         counts: number of likeliest tokens to report for each row.
+        named: further tokens to report for each row.
         tensors: tokens int64 ``[n]``, their log probabilities ``[n]``, then log probabilities and
-            ids of the likeliest tokens, ``[n, max(counts)]``.
+            ids of the likeliest tokens, ``[n, max(counts)]``, and log probabilities of ``named``,
+            ``[n, max(map(len, named))]``.
     """
 
     rows: Sequence[int]
     counts: Sequence[int]
+    named: Sequence[tuple[int, ...]]
     tensors: list[torch.Tensor]
 
     @classmethod
@@ -102,19 +105,31 @@ class _RowLogprobs:
         tokens: torch.Tensor,
         rows: Sequence[int],
         counts: Sequence[int],
+        named: Sequence[tuple[int, ...]],
     ) -> _RowLogprobs:
         """Compute the log probabilities. ``logits`` and ``tokens`` are those of ``rows`` only."""
         logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
         chosen = logprobs.gather(1, tokens[:, None])[:, 0]
         top = logprobs.topk(min(max(counts, default=0), logits.shape[1]), dim=-1)
-        return cls(rows, counts, [tokens, chosen, top.values, top.indices])
+        width = max(map(len, named), default=0)
+        padded = [(*ids, *(0,) * (width - len(ids))) for ids in named] if width else []
+        places = np.array(padded, np.int64).reshape(len(named), width)
+        of_named = logprobs.gather(1, to_device(places, torch.int64, logits.device))
+        tensors = [tokens, chosen, top.values, top.indices, of_named]
+        return cls(rows, counts, named, tensors)
 
     def read_rows(self, tensors: Sequence[torch.Tensor]) -> dict[int, TokenLogprobs]:
         """Return the log probabilities by row, given copies of :attr:`tensors` on the host."""
-        tokens, chosen, values, ids = (tensor.tolist() for tensor in tensors)
+        tokens, chosen, values, ids, of_named = (tensor.tolist() for tensor in tensors)
+        wanted = zip(self.rows, self.counts, self.named, strict=True)
         return {
-            row: TokenLogprobs(tokens[i], chosen[i], ids[i][:count], values[i][:count])
-            for i, (row, count) in enumerate(zip(self.rows, self.counts, strict=True))
+            row: TokenLogprobs(
+                tokens[i],
+                chosen[i],
+                [*ids[i][:count], *named],
+                [*values[i][:count], *of_named[i][: len(named)]],
+            )
+            for i, (row, count, named) in enumerate(wanted)
         }
 
 
@@ -348,7 +363,7 @@ class Sampler:
 
     @torch.inference_mode()
     def compute_prompt_logprobs(
-        self, logits: torch.Tensor, targets: IntArray, top_n: int
+        self, logits: torch.Tensor, targets: IntArray, top_n: int, named: tuple[int, ...] = ()
     ) -> PromptLogprobs:
         """Compute log probabilities of prompt tokens. On a GPU this is only queued.
 
@@ -356,26 +371,29 @@ class Sampler:
             logits: as in :meth:`launch_draws`; row i follows the token before ``targets[i]``.
             targets: int32 ``[n]``, tokens of the prompt.
             top_n: number of likeliest tokens to report for each.
+            named: further tokens to report for each.
         """
         chosen = self._to_index(targets)
         rows = range(len(targets))
+        count = len(targets)
         return PromptLogprobs(
-            _RowLogprobs.compute_rows(logits, chosen, rows, [top_n] * len(targets))
+            _RowLogprobs.compute_rows(logits, chosen, rows, [top_n] * count, [named] * count)
         )
 
     def _compute_logprobs(
         self, logits: torch.Tensor, tokens: torch.Tensor, prepared: PreparedDraws
     ) -> _RowLogprobs | None:
-        asked, counts = list[int](), list[int]()
+        asked, counts, named = list[int](), list[int](), list[tuple[int, ...]]()
         for draw, rows in _rows_of(prepared):
             if draw.state.params.logprobs:
                 asked += rows
                 counts += [draw.state.params.top_logprobs] * len(rows)
+                named += [draw.state.params.logprob_token_ids] * len(rows)
         if not asked:
             return None
         rows_there = self._to_index(asked)
         chosen = logits.index_select(0, rows_there)
-        return _RowLogprobs.compute_rows(chosen, tokens[rows_there], asked, counts)
+        return _RowLogprobs.compute_rows(chosen, tokens[rows_there], asked, counts, named)
 
     def _adjust_logits(
         self, logits: torch.Tensor, prepared: PreparedDraws, masks: TokenMasks | None

@@ -35,6 +35,7 @@ from pd.proxy.api.answer_schemas import (
     NativeResult,
     ResponseEvent,
     ResponseObject,
+    Scores,
     ServerFacts,
     ServerLoad,
     Status,
@@ -54,6 +55,7 @@ from pd.proxy.api.invocations_api import InvocationsAPI
 from pd.proxy.api.ollama_api import OllamaAPI
 from pd.proxy.api.ollama_models import REFUSED, OllamaModelsAPI
 from pd.proxy.api.ollama_schemas import OllamaAnswer, OllamaFacts, OllamaModels
+from pd.proxy.api.score_api import ScoreAPI
 from pd.proxy.api.tokens_api import TokensAPI
 from pd.proxy.http.access import Guard
 from pd.proxy.http.json_responses import error_response, read_request_id
@@ -162,6 +164,7 @@ def _list_endpoints(
         endpoint("POST", "/v1/completions", completions.handle, Completion, CompletionChunk),
         endpoint("POST", "/v1/messages", anthropic.handle, AnthropicMessage, AnthropicEvent),
         endpoint("POST", "/v1/messages/count_tokens", anthropic.count_tokens, TokenCount),
+        endpoint("POST", "/v1/score", ScoreAPI(service).handle, Scores),
         endpoint("POST", "/api/chat", ollama.chat, OllamaAnswer, OllamaAnswer),
         endpoint("POST", "/api/generate", ollama.generate, OllamaAnswer, OllamaAnswer),
         endpoint("POST", "/v1/responses", responses.create, ResponseObject, ResponseEvent),

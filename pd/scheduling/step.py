@@ -504,6 +504,6 @@ def _launch_prompt_logprobs(
         targets = request.prompt[work.stop - item.num_logits + 1 : work.stop + 1]
         if len(targets):
             rows = logits[first_row : first_row + len(targets)]
-            top = request.params.top_logprobs
-            launched.append((work, sampler.compute_prompt_logprobs(rows, targets, top)))
+            top, named = request.params.top_logprobs, request.params.logprob_token_ids
+            launched.append((work, sampler.compute_prompt_logprobs(rows, targets, top, named)))
     return launched

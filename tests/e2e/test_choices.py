@@ -4,6 +4,7 @@ is computed once."""
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +88,33 @@ def expected_score(model: Path, method: str, before: list[int], option: list[int
     if method == "unconditional_likelihood":
         total -= sum(expected_logprobs(model, option[:1], option[1:]))
     return total / len(option)
+
+
+def test_label_scores_equal_transformers(system: System, model: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    items, labels = OPTIONS[:3], [5, 9, 17]
+    body = {"query": PROMPT, "items": items, "label_token_ids": labels}
+    answer = system.http.post("/v1/score", json=body).json()
+    shares = system.http.post("/v1/score", json=body | {"apply_softmax": True}).json()["scores"]
+    for item, scores, share in zip(items, answer["scores"], shares, strict=True):
+        row = reference_logprobs(model, tokenizer.encode(PROMPT + item).ids)[-1]
+        expected = [math.exp(float(row[label])) for label in labels]
+        assert scores == pytest.approx(expected, rel=1e-3)
+        assert share == pytest.approx([each / sum(expected) for each in expected], rel=1e-3)
+    ids: Any = {"query": [5, 6], "items": [[7], [8]], "item_first": True, "label_token_ids": [5]}
+    (first, _) = system.http.post("/v1/score", json=ids).json()["scores"]
+    row = reference_logprobs(model, [7, 5, 6])[-1]
+    assert first == pytest.approx([math.exp(float(row[5]))], rel=1e-3)
+    for wrong in ({"items": [[7]]}, {"label_token_ids": []}, {"stream": True}, {"items": []}):
+        assert system.http.post("/v1/score", json=body | wrong).status_code == 400
+    text = {"text": PROMPT, "return_logprob": True, "token_ids_logprob": labels}
+    meta = system.choose(**text, sampling_params={"max_new_tokens": 1, "temperature": 0})
+    named = meta["meta_info"]["output_token_ids_logprobs"][0]
+    row = reference_logprobs(model, tokenizer.encode(PROMPT).ids)[-1]
+    assert [entry[1] for entry in named] == labels
+    assert [entry[0] for entry in named] == pytest.approx(
+        [float(row[label]) for label in labels], abs=1e-3
+    )
 
 
 SAMPLE = pytest.mark.sample(cells=lambda parameters: parameters["system"] in ("split", "unified"))

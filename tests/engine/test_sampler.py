@@ -275,6 +275,17 @@ class TestLogprobs:
         lengths = [None if s.logprobs is None else len(s.logprobs.top_ids) for s in found]
         assert lengths == counts
 
+    def test_named_tokens_follow_the_likeliest(self) -> None:
+        named = ((7, 49), (), (3,))
+        states = [state(logprobs=True, top_logprobs=2, logprob_token_ids=ids) for ids in named]
+        found = Sampler(VOCAB, "cpu").sample_tokens(LOGITS.expand(3, -1), states)
+        expected = torch.log_softmax(LOGITS, -1)
+        for ids, sampled in zip(named, found, strict=True):
+            assert sampled.logprobs is not None
+            assert sampled.logprobs.top_ids == [0, 1, *ids]
+            wanted = expected[[0, 1, *ids]].tolist()
+            assert sampled.logprobs.top_logprobs == pytest.approx(wanted, abs=1e-6)
+
     def test_of_prompt_tokens(self) -> None:
         logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
         targets = np.array([4, 0, 49], np.int32)

@@ -355,6 +355,8 @@ class MetaInfo(TypedDict):
     input_top_logprobs: NotRequired[list[list[LogprobTriple] | None]]
     output_token_logprobs: NotRequired[list[LogprobTriple]]
     output_top_logprobs: NotRequired[list[list[LogprobTriple] | None]]
+    input_token_ids_logprobs: NotRequired[list[list[LogprobTriple] | None]]
+    output_token_ids_logprobs: NotRequired[list[list[LogprobTriple] | None]]
     output_token_logprobs_length: NotRequired[
         Annotated[int, Field(description="Number of tokens of the answer so far.")]
     ]
@@ -557,6 +559,18 @@ class AnthropicEvent(TypedDict):
         "message_stop",
         "error",
     ]
+
+
+class Scores(TypedDict):
+    """Scores in SGLang's shape."""
+
+    id: str
+    object: Literal["scoring"]
+    model: str
+    scores: Annotated[
+        list[list[float]], Field(description="For each item, the scores of the labels.")
+    ]
+    usage: Usage
 
 
 class TokenCount(TypedDict):

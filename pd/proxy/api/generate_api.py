@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pd.core.messages import TokenLogprobs
+    from pd.core.sampling_params import SamplingParams
     from pd.proxy.api.prompts import ModelView
     from pd.proxy.api.service import Service
     from pd.proxy.dispatch.generation import Choice, Delta
@@ -132,6 +133,7 @@ def _make_spec(
         arguments["bad_sequences"] = model.encode_bad_words(sampling.bad_words)
     if options.return_logprob:
         arguments |= {"logprobs": True, "top_logprobs": options.top_logprobs_num}
+        arguments["logprob_token_ids"] = options.token_ids
         start = options.logprob_start_len
         if start < 0 and discard:
             start = (
@@ -195,7 +197,7 @@ class _GenerateRenderer:
             entries += len(generation.prompt_logprobs)
         if delta.finish is not None and self.is_cumulative:
             entries += len(choice.logprobs)
-        size = logprobs.estimate_bytes(entries, generation.spec.params.top_logprobs) + len(
+        size = logprobs.estimate_bytes(entries, generation.spec.params.other_logprobs) + len(
             delta.text
         )
         return size + (_CUMULATIVE_TOKEN_BYTES * delta.total if self.is_cumulative else 0)
@@ -234,10 +236,9 @@ class _GenerateRenderer:
         meta = self._render_meta(choice, delta, total)
         params = choice.generation.spec.params
         if params.logprobs:
-            top = params.top_logprobs
             if delta.is_first or delta.finish is not None:
-                meta |= self._render_logprobs("input", choice.generation.prompt_logprobs, top)
-            meta |= self._render_logprobs("output", entries, top)
+                meta |= self._render_logprobs("input", choice.generation.prompt_logprobs, params)
+            meta |= self._render_logprobs("output", entries, params)
             meta["output_token_logprobs_length"] = total
         return {"text": text, "output_ids": token_ids, "meta_info": meta}
 
@@ -259,9 +260,14 @@ class _GenerateRenderer:
             **failovers,
         }
 
-    def _render_logprobs(self, side: str, entries: list[TokenLogprobs], top: int) -> dict[str, Any]:
-        text = self._model.text
+    def _render_logprobs(
+        self, side: str, entries: list[TokenLogprobs], params: SamplingParams
+    ) -> dict[str, Any]:
+        text, named = self._model.text, len(params.logprob_token_ids)
         result: dict[str, Any] = {f"{side}_token_logprobs": logprobs.render_triples(text, entries)}
-        if top:
-            result[f"{side}_top_logprobs"] = logprobs.render_likeliest(text, entries)
+        if params.top_logprobs:
+            likeliest = logprobs.render_likeliest(text, entries, named)
+            result[f"{side}_top_logprobs"] = likeliest
+        if named:
+            result[f"{side}_token_ids_logprobs"] = logprobs.render_named(text, entries, named)
         return result

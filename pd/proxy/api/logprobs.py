@@ -156,15 +156,28 @@ def render_triples(model: TextModel | None, entries: Sequence[TokenLogprobs]) ->
 
 
 def render_likeliest(
-    model: TextModel | None, entries: Sequence[TokenLogprobs]
+    model: TextModel | None, entries: Sequence[TokenLogprobs], named: int
 ) -> list[list[Triple] | None]:
-    """Render the likeliest tokens at each position for ``/generate``; None where there are none."""
+    """Render the likeliest tokens at each position for ``/generate``; None where there are none.
+
+    ``named``: number of tokens after them that the request named.
+    """
     return [
-        None
-        if entry.logprob is None
-        else [
-            _make_triple(model, logprob, token)
-            for token, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
-        ]
+        None if entry.logprob is None else _list_others(model, entry)[: len(entry.top_ids) - named]
         for entry in entries
     ]
+
+
+def render_named(
+    model: TextModel | None, entries: Sequence[TokenLogprobs], named: int
+) -> list[list[Triple] | None]:
+    """Render the named tokens at each position for ``/generate``, like the likeliest ones."""
+    return [
+        None if entry.logprob is None else _list_others(model, entry)[len(entry.top_ids) - named :]
+        for entry in entries
+    ]
+
+
+def _list_others(model: TextModel | None, entry: TokenLogprobs) -> list[Triple]:
+    pairs = zip(entry.top_ids, entry.top_logprobs, strict=True)
+    return [_make_triple(model, logprob, token) for token, logprob in pairs]

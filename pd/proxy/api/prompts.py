@@ -187,7 +187,7 @@ class RequestTotals:
         params = spec.params
         if params.prompt_logprobs_start is None:
             return
-        per_token = 1 + params.top_logprobs
+        per_token = 1 + params.other_logprobs
         self._logprobs += spec.num_prompt_logprobs * per_token * params.n
         limit = max(MAX_PROMPT_LOGPROBS, context_length * per_token)
         if self._logprobs > limit:

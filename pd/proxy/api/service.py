@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pd.proxy.nodes.node_refresh import NodeRefresh
     from pd.proxy.requests.native import GenerateRequest
     from pd.proxy.requests.openai import OpenAIRequest
+    from pd.proxy.requests.score import ScoreRequest
     from pd.proxy.routing.routing import Router
     from pd.proxy.text.tokenizer import TextModels
     from pd.proxy.workers.shared import RidClaims
@@ -56,7 +57,7 @@ class RequestNames(NamedTuple):
 
 
 def name_request(
-    body: OpenAIRequest | GenerateRequest, request: ClientRequest, prefix: str
+    body: OpenAIRequest | GenerateRequest | ScoreRequest, request: ClientRequest, prefix: str
 ) -> RequestNames:
     """Take the client's ``rid``, or draw one that begins with ``prefix``."""
     rid = body.rid if body.rid is not None else body.request_id
@@ -204,7 +205,7 @@ class Service:
 
     async def _render_whole(self, answer: PlannedAnswer, headers: dict[str, str]) -> Response:
         generations = answer.job.generations
-        top = max(spec.params.top_logprobs for spec in answer.specs)
+        top = max(spec.params.other_logprobs for spec in answer.specs)
         entries = sum(
             len(choice.logprobs) + len(generation.prompt_logprobs)
             for generation in generations

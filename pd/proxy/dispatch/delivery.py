@@ -144,7 +144,7 @@ class Delivery:
         entries = from_prompt + (added if params.logprobs and job.keeps_logprobs else 0)
         if not entries or job not in self._jobs:
             return
-        num_bytes = entries * estimate_entry_bytes(params.top_logprobs)
+        num_bytes = entries * estimate_entry_bytes(params.other_logprobs)
         largest = self._logprob_memory.add_bytes(job, num_bytes)
         if largest is not None and not largest.is_done:
             limit = self._logprob_memory.owner_limit >> 20

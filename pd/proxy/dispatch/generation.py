@@ -87,7 +87,7 @@ class PromptSpec:
         """
         params = self.params
         tokens = self.num_prompt_logprobs + (params.max_tokens if params.logprobs else 0)
-        return tokens * (1 + params.top_logprobs) * params.n
+        return tokens * (1 + params.other_logprobs) * params.n
 
 
 class FinishReason(NamedTuple):
@@ -174,7 +174,7 @@ class Choice:
         self.has_given_end = False
         self.logprobs: list[TokenLogprobs] = []
         self.text_ends: list[int] = []
-        self.token_bytes = TOKEN_BYTES * (1 + spec.params.top_logprobs)
+        self.token_bytes = TOKEN_BYTES * (1 + spec.params.other_logprobs)
         self.last_token_at: float | None = None
         self._pieces: list[str] = []
         self._text_length = 0

@@ -123,7 +123,7 @@ _INPUT_IDS = "a list of token ids or a list of such lists"
 PromptValue = str | list[str] | list[int] | list[list[int]]
 
 
-def _as_integers(value: object) -> list[int] | None:
+def read_integers(value: object) -> list[int] | None:
     """Return a list of integers, the same list if possible; None if any item is not an integer."""
     if not isinstance(value, list):
         return None
@@ -144,12 +144,12 @@ def _check_prompts(value: object, wanted: str, *, texts: bool, ids: bool) -> obj
     # The first item shows the client's intention, so we name the first item that differs from it.
     first = value[0]
     if ids and isinstance(first, list):
-        lists = list(map(_as_integers, value))
+        lists = list(map(read_integers, value))
         if None not in lists:
             return lists
         odd = value[lists.index(None)]
     elif ids and _is_integer(first):
-        integers = _as_integers(value)
+        integers = read_integers(value)
         if integers is not None:
             return integers
         odd = next(item for item in value if not _is_integer(item))
@@ -163,7 +163,7 @@ def _check_token_lists(value: object) -> object:
 
 
 def _check_integers(value: object) -> object:
-    integers = _as_integers(value)
+    integers = read_integers(value)
     if integers is None:
         raise make_mismatch("a list of integers", value)
     return integers
@@ -221,7 +221,7 @@ def _check_choices(value: object) -> list[str | list[int]]:
         raise make_problem(f"must have 1 to {MAX_OPTIONS} options, not {len(value)}")
     options: list[str | list[int]] = []
     for number, item in enumerate(value):
-        option = item if isinstance(item, str) else _as_integers(item)
+        option = item if isinstance(item, str) else read_integers(item)
         if option is None:
             raise make_mismatch("a text or a list of token ids", item, number)
         if not option:

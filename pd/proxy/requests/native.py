@@ -16,7 +16,7 @@ from pydantic import (
 
 from pd.core.errors import InvalidRequestError
 from pd.core.grammar import Grammar
-from pd.core.sampling_params import MAX_TOP_LOGPROBS, RANGES
+from pd.core.sampling_params import MAX_LOGPROB_TOKEN_IDS, MAX_TOP_LOGPROBS, RANGES
 from pd.proxy.requests.common import (
     GrammarText,
     ObjectOrText,
@@ -34,6 +34,7 @@ from pd.proxy.requests.fields import (
     PromptValue,
     Texts,
     TokenIds,
+    TokenLists,
     describe_value,
     make_mismatch,
     split_prompts,
@@ -128,12 +129,17 @@ _PER_PROMPT = {
 
 
 class PromptOptions(NamedTuple):
-    """Options of one prompt."""
+    """Options of one prompt.
+
+    Attributes:
+        token_ids: tokens whose log probabilities are shown for each token.
+    """
 
     sampling: NativeSampling
     return_logprob: bool
     logprob_start_len: int
     top_logprobs_num: int
+    token_ids: tuple[int, ...]
 
 
 class GenerateRequest(RequestFields):
@@ -177,6 +183,12 @@ class GenerateRequest(RequestFields):
     top_logprobs_num: _PerPrompt[Annotated[Integer, Bounds(0, MAX_TOP_LOGPROBS)]] = Field(
         0, description="Number of likeliest tokens to show for each token. Needs `return_logprob`."
     )
+    token_ids_logprob: TokenLists = Field(
+        [],
+        description="Token ids whose log probabilities are shown for each token, or for a batch a "
+        "list of such lists. Needs `return_logprob`.",
+        json_schema_extra={"maxItems": MAX_LOGPROB_TOKEN_IDS},
+    )
     choices: Choices | None = Field(
         None,
         description="Options as texts or lists of token ids. The answer is the likeliest "
@@ -209,7 +221,13 @@ class GenerateRequest(RequestFields):
         """Return the options of each prompt."""
         values = [getattr(self, name) for name in _PER_PROMPT]
         each = [v if isinstance(v, list) else [v] * num_prompts for v in values]
-        return [PromptOptions(*options) for options in zip(*each, strict=True)]
+        given = self.token_ids_logprob
+        shared = tuple(item for item in given if isinstance(item, int))
+        named = [
+            tuple(item) if isinstance(item, list) else shared
+            for item in (given if given and not shared else [None] * num_prompts)
+        ]
+        return [PromptOptions(*options) for options in zip(*each, named, strict=True)]
 
     @field_validator(*_PER_PROMPT, mode="before")
     @classmethod
@@ -236,6 +254,13 @@ class GenerateRequest(RequestFields):
                 f"rid must be a string, or for a batch a list of {len(prompts)} strings, not "
                 f"{describe_value(self.rid)}",
                 param="rid",
+            )
+        named = self.token_ids_logprob
+        if named and isinstance(named[0], list) and not (is_batch and len(named) == len(prompts)):
+            raise InvalidRequestError(
+                f"token_ids_logprob must be a list of token ids, or for a batch a list of "
+                f"{len(prompts)} such lists, not {describe_value(named)}",
+                param="token_ids_logprob",
             )
         params = self.sampling_params
         if len({sampling.n for sampling in (params if isinstance(params, list) else [params])}) > 1:

@@ -14,6 +14,7 @@ _NATIVE_NAMES = {
     "min_tokens": "min_new_tokens",
     "seed": "sampling_seed",
     "top_logprobs": "top_logprobs_num",
+    "logprob_token_ids": "token_ids_logprob",
 }
 
 

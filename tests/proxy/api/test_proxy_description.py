@@ -115,6 +115,7 @@ def test_every_route_is_described(proxy: ProxyThread, document: dict[str, Any]) 
         "/v1/chat/completions",
         "/v1/messages",
         "/v1/messages/count_tokens",
+        "/v1/score",
         "/api/chat",
         "/api/generate",
         "/api/show",

@@ -68,7 +68,6 @@ def check(response: httpx.Response, status: int, says: str, param: str | None = 
 # Fields that docs/fields.md lists as not supported, each with a value that asks for something and
 # one that does not.
 UNSUPPORTED: dict[str, tuple[Any, Any]] = {
-    "token_ids_logprob": ([5], []),
     "logprob_token_ids": ([5], []),
     "thinking_token_budget": (5, None),
     "custom_params": ({"a": 1}, {}),

@@ -332,6 +332,7 @@ VALUES: dict[str, Acts] = {
     "logit_bias": Acts({"5": 1}),
     "allowed_token_ids": Acts([5]),
     "bad_words": Acts(["x"]),
+    "token_ids_logprob": Acts([5], {"return_logprob": True}),
     "stop": Acts("quick"),
     "stop_regex": Acts("q[a-z]+k"),
     "stop_token_ids": Acts([300]),
