@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from collections.abc import Sequence as SequenceOf
 
-    from pd.kernels.attention.base import PagedKV
+    from pd.kernels.attention.base import LatentShape, PagedKV
     from pd.models.causal_lm import CausalLM
 
 ON_GPU = torch.cuda.is_available()
@@ -128,8 +128,8 @@ class _Mixed(_Rows, MixedAttention):
 class _TorchRows(TorchAttention):
     """The plain backend with graphs."""
 
-    def __init__(self, pool: PagedKV, num_heads: int) -> None:
-        super().__init__(pool, num_heads)
+    def __init__(self, pool: PagedKV, num_heads: int, latent: LatentShape | None = None) -> None:
+        super().__init__(pool, num_heads, latent)
         self._heads = num_heads
 
     def make_decode_graph(self, rows: int, max_context: int) -> DecodeAttention:
@@ -355,7 +355,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_graphs, "MIXED_SIZES", MIXED)
     monkeypatch.setattr(draft_model, "measure_draft_memory", lambda *_: 12_345)
     monkeypatch.setattr(draft_model, "GraphRecorder", lambda _: recorder())
-    monkeypatch.setattr(draft_model, "find_attention_backend", lambda *_: attention())
+    monkeypatch.setattr(draft_model, "find_attention_backend", lambda *_, **__: attention())
     gpu = torch.device("cuda")
     sizes = draft_model.choose_graph_sizes
     monkeypatch.setattr(draft_model, "choose_graph_sizes", lambda config, _: sizes(config, gpu))

@@ -12,8 +12,8 @@ from test_json_schemas import Written, compiler, tag_of, takes
 from pd.core.errors import InvalidRequestError
 from pd.grammar.xgrammar_library import accepts_text
 from pd.proxy.requests.output_grammar import make_schema_grammar
+from pd.proxy.text.tools.families import QWEN3_CODER
 from pd.proxy.text.tools.functions import Function
-from pd.proxy.text.tools.tags import make_xml_arguments
 from pd.structured.schema_check import find_unenforced, find_unenforced_in_tag
 from pd.structured.schema_walk import are_equal
 
@@ -253,7 +253,7 @@ def test_a_parameter_is_a_text_if_its_type_allows_only_texts() -> None:
     schema = {"type": "object", "properties": properties, "required": ["text", "json"]}
     function = Function("f", schema, True)
     assert function.classify_parameters() == {"text": "text", "json": "json"}
-    tag = {"type": "structural_tag", "format": make_xml_arguments(function)}
+    tag = {"type": "structural_tag", "format": QWEN3_CODER.form.make_arguments(function)}
     compiled = compiler().compile_text("structural_tag", json.dumps(tag))
     for text, value, allowed in [
         ("a", '"a"', True),

@@ -265,7 +265,8 @@ def test_an_engine_that_met_many_is_destroyed() -> None:
 def test_an_engine_that_is_not_in_use_costs_no_processor_time(engine) -> None:
     before = time.process_time()
     time.sleep(1.0)
-    assert time.process_time() - before < 0.05
+    # A thread that polls takes all of this second. Other threads of the tests take some of it.
+    assert time.process_time() - before < 0.5
 
 
 @pytest.mark.parametrize(

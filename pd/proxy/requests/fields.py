@@ -12,6 +12,7 @@ from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, PlainValidator
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from pd.core.brief import short_repr
+from pd.core.sampling_params import TOKEN_ID_LIMIT
 from pd.proxy.text.stop_patterns import MAX_PATTERN_CHARACTERS
 
 if TYPE_CHECKING:
@@ -159,7 +160,15 @@ def _check_prompts(value: object, wanted: str, *, texts: bool, ids: bool) -> obj
 
 
 def _check_token_lists(value: object) -> object:
-    return value if value == [] else _check_prompts(value, _INPUT_IDS, texts=False, ids=True)
+    if value == []:
+        return value
+    checked = _check_prompts(value, _INPUT_IDS, texts=False, ids=True)
+    assert isinstance(checked, list)
+    # Checked here, too, because nobody compares them with the vocabulary without log probabilities.
+    for ids in checked if isinstance(checked[0], list) else [checked]:
+        if wrong := [item for item in ids if not 0 <= item < TOKEN_ID_LIMIT]:
+            raise make_mismatch("lists of token ids", wrong[0])
+    return checked
 
 
 def _check_integers(value: object) -> object:
