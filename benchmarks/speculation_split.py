@@ -9,7 +9,7 @@ them does not count. Drafters are those of `benchmarks/acceptance.py`, with draf
 the nodes.
 
 `tokens_per_s` is the median over answers of the tokens after the first, by the time that they took.
-`all_tokens_per_s` is that of all answers together, some of which drafts help much. `first_ms` and
+`all_tokens_per_s` counts all answers together. Drafts help some of them much. `first_ms` and
 `second_ms` are medians and 95th percentiles of the time to the first token, and from there to the
 second. `speedup` and `all_speedup` compare with none at the same number of streams in the same
 round. Figures are medians over rounds; `speedup_least` and `speedup_most` are single rounds. Flags

@@ -63,7 +63,7 @@ GPU = StepCost(
     base=4.3e-3, middle=18e-6, rest=20e-6, pair=1.05e-9, context=40e-9, stream=5e-6, graphs=1024
 )
 _PAGE = 64
-# Longer prompts do not fit into half of a pool beside others.
+# Longer prompts do not fit into half of a pool if others run, too.
 LONGEST_PROMPT = 90_000
 _TOKEN = 7
 _SILENT = SimpleNamespace(error=None, token_id=_TOKEN, logprobs=None)
@@ -78,7 +78,7 @@ class Arrival(NamedTuple):
 
 
 class Served(NamedTuple):
-    """What became of a request.
+    """The outcome of a request.
 
     Attributes:
         ttft, tpot: seconds; tpot 0 of an answer of one token.

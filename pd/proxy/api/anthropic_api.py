@@ -92,7 +92,7 @@ class _MessageRenderer:
         self._head = {"id": job.shown, "type": "message", "role": "assistant", "model": model}
         self._index = -1
         self._open: str | None = None
-        self._space = ""
+        self._spaces: dict[str, str] = {}
         self._thought = hashlib.blake2b(digest_size=24)
         self._calls = 0
 
@@ -157,12 +157,14 @@ class _MessageRenderer:
 
     def _render_text(self, kind: str, field: str, text: str) -> Iterator[dict[str, Any]]:
         if self._open != kind:
-            yield from self._close_block()
-            text = self._space + text
+            if self._open is not None:
+                yield from self._close_block()
+            # White space is kept until we know whether its block has anything else.
+            text = self._spaces.pop(kind, "") + text
+            self._spaces.clear()
             if not text.strip():
-                self._space = text
+                self._spaces[kind] = text
                 return
-            self._space = ""
             block = {"type": kind, field: ""}
             if kind == "thinking":
                 block["signature"] = ""
@@ -178,7 +180,7 @@ class _MessageRenderer:
         return {"type": "content_block_delta", "index": self._index, "delta": delta}
 
     def _close_block(self) -> Iterator[dict[str, Any]]:
-        self._space = ""
+        self._spaces.clear()
         if self._open is None:
             return
         if self._open == "thinking":

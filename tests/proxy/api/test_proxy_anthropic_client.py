@@ -123,7 +123,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_
 
 
 THOUGHT, SAID = "Which city?", "I look."
-ANSWER = f"<think>\n{THOUGHT}\n</think>\n\n{SAID}\n{CALL}"
+ANSWER = f"<think>\n{THOUGHT}\n</think>\n\n {SAID}\n{CALL}"
 ASKED: Any = [{"role": "user", "content": [{"type": "text", "text": "weather?"}]}]
 SYSTEM: Any = [
     {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}},
@@ -174,9 +174,13 @@ def test_thinking_text_and_calls_are_blocks(caller: anthropic.Anthropic) -> None
 
 
 def test_streamed_blocks_are_the_same(caller: anthropic.Anthropic) -> None:
+    whole = caller.messages.create(messages=ASKED, **OPTIONS)
     with caller.messages.stream(messages=ASKED, **OPTIONS) as stream:
         events = list(stream)
-        check_blocks(stream.get_final_message())
+        message = stream.get_final_message()
+    check_blocks(message)
+    assert message.content[0].thinking == whole.content[0].thinking
+    assert message.content[1].text == whole.content[1].text
     pieces = [
         event.delta.partial_json
         for event in events
