@@ -25,7 +25,7 @@ PHRASINGS = 4000
 _NOISE_RATES, _NOISE_SHARES = (0.0, 0.1, 0.2), (0.5, 0.3, 0.2)
 _PHRASING_SEED = 7
 _DIGIT_SHARES = (0.1, 0.25, 0.65)
-_SKILL_SHARES = {"arithmetic": 0.37, "extraction": 0.24, "faq": 0.35, "small_talk": 0.04}
+_SKILL_SHARES = {"arithmetic": 0.35, "extraction": 0.27, "faq": 0.34, "small_talk": 0.04}
 
 
 class Turns(NamedTuple):
@@ -119,7 +119,8 @@ class TurnMaker:
 
     def extraction(self, count: int, rng: np.random.Generator) -> Turns:
         """Ask for some fields of a sentence as JSON."""
-        domain = rng.integers(0, len(wording.DOMAINS), count)
+        shares = np.array([wording.DOMAIN_SHARES[name] for name in wording.DOMAINS], dtype=float)
+        domain = rng.choice(len(shares), count, p=shares / shares.sum())
         questions, answers = [], []
         for number, (sentences, fields) in enumerate(wording.DOMAINS.values()):
             rows = np.flatnonzero(domain == number)
