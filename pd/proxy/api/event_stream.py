@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 # with the events.
 FREE_EVENT_BYTES = 16 << 10
 CUMULATIVE_BYTES_PER_SECOND = 4 << 20
+# A stream whose API has pings sends one after this many seconds of silence.
+PING_SECONDS = 10.0
 
 _encoder = msgspec.json.Encoder()
 # JSON strings may hold these characters, but clients that read lines of text (httpx) end a line at
@@ -43,12 +45,14 @@ class EventForm(NamedTuple):
         make_error: makes the event of an error.
         end: bytes after the last event of an answer that did not fail.
         content_type: media type of the stream.
+        ping: an event to send while nothing else is; empty if clients expect none.
     """
 
     encode: Callable[[Any], bytes]
     make_error: Callable[[PDError], object]
     end: bytes
     content_type: bytes = b"text/event-stream; charset=utf-8"
+    ping: bytes = b""
 
 
 class Renderer(Protocol):
@@ -127,6 +131,14 @@ class EventWriter:
         return around
 
 
+def _encode_json(value: object) -> bytes:
+    data = _encoder.encode(value)
+    if not data.isascii():
+        for char, escape in _LINE_BREAKS.items():
+            data = data.replace(char, escape)
+    return data
+
+
 def encode_event(value: object) -> bytes:
     """Encode one event with a value in JSON."""
     return b"data: " + _encode_json(value) + b"\n\n"
@@ -146,19 +158,13 @@ def encode_line(value: object) -> bytes:
 PLAIN_EVENTS: EventForm = EventForm(encode_event, error_body, b"data: [DONE]\n\n")
 """OpenAI's form."""
 
-NAMED_EVENTS: EventForm = EventForm(encode_named_event, anthropic_error, b"")
+NAMED_EVENTS: EventForm = EventForm(
+    encode_named_event, anthropic_error, b"", ping=encode_named_event({"type": "ping"})
+)
 """Anthropic's form."""
 
 JSON_LINES: EventForm = EventForm(encode_line, ollama_error, b"", b"application/x-ndjson")
 """Ollama's form."""
-
-
-def _encode_json(value: object) -> bytes:
-    data = _encoder.encode(value)
-    if not data.isascii():
-        for char, escape in _LINE_BREAKS.items():
-            data = data.replace(char, escape)
-    return data
 
 
 async def _get_error(work: Awaitable[None]) -> PDError | None:
@@ -195,6 +201,9 @@ class EventStream:
         self._request_id = request_id
         self._keep = keep
         self._writer = EventWriter(renderer)
+        self._has_started = False
+        # Whether nothing was written since we began to wait for the next ping.
+        self._is_silent = True
         state = request.scope.get("state", {})
         self._body: BodyWriter | None = state.get("body_writer")
         self._transport: asyncio.Transport | None = state.get("transport")
@@ -206,17 +215,10 @@ class EventStream:
         still have its HTTP status then.
         """
         job = self._job
-        news = await job.wait_for_news()
-        if job.error is not None:
+        news = await self._wait_for_news()
+        if job.error is not None and not self._has_started:
             raise job.error
-        headers = [
-            (b"content-type", self._renderer.event_form.content_type),
-            (b"cache-control", b"no-cache"),
-            (b"x-accel-buffering", b"no"),
-            (b"x-request-id", self._request_id.encode()),
-        ]
-        job.set_client(ClientState.SENDING)
-        await self._request.start_response(200, headers)
+        await self._start_response()
         job.set_client(ClientState.ENCODING)
         form = self._renderer.event_form
         # Add what came while the client did not read; it would not be written before the end.
@@ -243,7 +245,41 @@ class EventStream:
                 return
             if self._renderer.is_cumulative and len(data) > FREE_EVENT_BYTES:
                 await asyncio.sleep(len(data) / CUMULATIVE_BYTES_PER_SECOND)
-            news = await job.wait_for_news()
+            news = await self._wait_for_news()
+
+    async def _start_response(self) -> None:
+        """Send the head of the response, unless we already have."""
+        if self._has_started:
+            return
+        self._has_started = True
+        headers = [
+            (b"content-type", self._renderer.event_form.content_type),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+            (b"x-request-id", self._request_id.encode()),
+        ]
+        self._job.set_client(ClientState.SENDING)
+        await self._request.start_response(200, headers)
+
+    async def _wait_for_news(self) -> list[Choice]:
+        """Wait for the job's news, and send pings meanwhile if the API has them.
+
+        A client, or a proxy before it, may give up a connection on which nothing comes. The first
+        ping sends the head of the response, so a later error is an event.
+        """
+        ping = self._renderer.event_form.ping
+        while ping:
+            self._is_silent = True
+            try:
+                async with asyncio.timeout(PING_SECONDS):
+                    return await self._job.wait_for_news()
+            except TimeoutError:
+                if self._is_silent:
+                    await self._start_response()
+                    self._job.set_client(ClientState.SENDING)
+                    await self._request.send_part(ping, is_last=False)
+                    self._job.set_client(ClientState.IDLE)
+        return await self._job.wait_for_news()
 
     def write_news(self) -> bool:
         """Write the news at once and return True.
@@ -266,6 +302,7 @@ class EventStream:
         )
         if data:
             body.write_part(data)
+            self._is_silent = False
         return True
 
     def close_client(self) -> None:
