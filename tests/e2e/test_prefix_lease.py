@@ -75,6 +75,24 @@ def test_leases_of_a_whole_pool_hold_up_nobody(system: System) -> None:
     fill_cache(system)
 
 
+def test_a_prompt_with_cache_control_is_leased(system: System) -> None:
+    """Anthropic's mark; its counts add up to the prompt, and the second request reads the cache."""
+    text = [{"type": "text", "text": "the thing", "cache_control": {"type": "ephemeral"}}]
+    body: dict[str, Any] = {"max_tokens": 1, "messages": [{"role": "user", "content": text}]}
+    body["model"] = system.http.get("/v1/models").json()["data"][0]["id"]
+    counted = {name: value for name, value in body.items() if name != "max_tokens"}
+    count = system.http.post("/v1/messages/count_tokens", json=counted).json()["input_tokens"]
+    usages = [system.http.post("/v1/messages", json=body).json()["usage"] for _ in range(2)]
+    read = (count - 1) // PAGE * PAGE
+    expected = {"input_tokens": 0, "output_tokens": 1}
+    for usage, cached in zip(usages, (0, read), strict=True):
+        names = {"cache_read_input_tokens": cached, "cache_creation_input_tokens": count - cached}
+        assert usage == expected | names
+    assert read > 0
+    leases = describe_leases(system)
+    assert (leases["granted"], leases["pages"]) == (2, count // PAGE)
+
+
 @pytest.mark.parametrize("value", [-1, 61, "10", True])
 def test_the_time_of_a_lease_is_checked(system: System, value: object) -> None:
     body = {"input_ids": PROMPT, "prefix_lease": value}

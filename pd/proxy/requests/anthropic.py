@@ -27,6 +27,10 @@ _EFFORTS = ("low", "medium", "high", "xhigh", "max")
 # Blocks for which a model would need more than text.
 _MEDIA_BLOCKS = ("image", "document")
 _THINKING_KINDS = ("enabled", "adaptive", "disabled")
+# Claude Code begins the system prompt with a line for billing, which differs in every request. It
+# says nothing to the model, but as the beginning of the prompt it would defeat the prefix cache.
+_BILLING = "x-anthropic-billing-header:"
+_EDITS = ("clear_thinking_", "clear_tool_uses_")
 
 
 class Conversation(NamedTuple):
@@ -198,6 +202,8 @@ def _read_conversation(value: object) -> Conversation:
 def _read_system(value: object) -> Conversation:
     reader = _ConversationReader()
     text = reader.read_plain(value, ())
+    if text.startswith(_BILLING):
+        text = text.partition("\n")[2].lstrip("\n")
     return Conversation([{"role": "system", "content": text}] if text else [], reader.is_leased)
 
 
@@ -258,7 +264,7 @@ def _read_thinking(value: dict[str, Any]) -> dict[str, Any]:
     if kind not in _THINKING_KINDS:
         raise make_mismatch("'enabled', 'adaptive' or 'disabled'", kind, "type")
     budget = value.get("budget_tokens")
-    if kind == "enabled" and (not isinstance(budget, int) or isinstance(budget, bool)):
+    if not isinstance(budget, int | None) or isinstance(budget, bool):
         raise make_mismatch("an integer", budget, "budget_tokens")
     return {"chat_template_kwargs": {"enable_thinking": kind != "disabled"}}
 
@@ -278,6 +284,18 @@ def _read_output_config(value: dict[str, Any]) -> dict[str, Any]:
         described = {"name": "answer", "schema": form["schema"]}
         fields["response_format"] = {"type": "json_schema", "json_schema": described}
     return fields
+
+
+def _check_edits(value: dict[str, Any]) -> dict[str, Any]:
+    edits = value.get("edits")
+    if not isinstance(edits, list | None):
+        raise make_mismatch("a list of edits", edits, "edits")
+    for number, edit in enumerate(edits or ()):
+        kind = edit.get("type") if isinstance(edit, dict) else edit
+        if not isinstance(kind, str) or not kind.startswith(_EDITS):
+            wanted = "'clear_thinking_…' or 'clear_tool_uses_…'"
+            raise make_mismatch(wanted, kind, "edits", number, "type")
+    return value
 
 
 def _check_stops(value: list[str]) -> list[str]:
@@ -346,12 +364,21 @@ class AnthropicPrompt(RequestModel):
         description="`format` with a JSON schema for the answer, and `effort`, which chat "
         "templates get as `reasoning_effort`.",
     )
+    cache_control: _Object | None = Field(
+        None, description="Asks for a prefix lease of a minute, as it does in any block."
+    )
+    context_management: Annotated[_Object, AfterValidator(_check_edits)] | None = Field(
+        None,
+        description="`edits` that clear thinking or results of tools are without effect, because "
+        "the chat template decides which thinking it shows. Other edits are refused.",
+    )
 
     @property
     def is_leased(self) -> bool:
-        """Whether ``cache_control`` marks a part of the prompt."""
-        system = self.system is not None and self.system.is_leased
-        return self.messages.is_leased or system or bool(self.tools and self.tools[1])
+        """Whether ``cache_control`` marks the prompt or a part of it."""
+        parts = (self.messages.is_leased, self.system is not None and self.system.is_leased)
+        tools = bool(self.tools and self.tools[1])
+        return any(parts) or tools or self.cache_control is not None
 
     def _to_fields(self) -> dict[str, Any]:
         """Return the fields of a chat request that become the prompt."""

@@ -15,8 +15,9 @@ from pd.structured.schema_shapes import check_shapes
 
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 1 << 19
-_MAX_NAME = 64
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+# Anthropic's limit. OpenAI's is half of it.
+_MAX_NAME = 128
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 
 
 class FunctionInput(TypedDict):

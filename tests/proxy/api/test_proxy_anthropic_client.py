@@ -239,7 +239,7 @@ def test_every_tool_choice_is_taken(
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"name": "x"}]}, "tools[0].input_schema"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
-        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": "9"}}, "thinking.budget_tokens"),
         ({"temperature": 2}, "temperature"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"output_config": {"effort": "huge"}}, "output_config.effort"),
