@@ -31,6 +31,7 @@ from pd.proxy.requests.known_fields import (
     OTHER_APIS,
     FieldPlace,
 )
+from pd.proxy.requests.request_model import RequestModel
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "docs" / "fields.md"
@@ -51,10 +52,10 @@ proxy's own table, and `make check` fails if the two differ.
 
 ## Where each field goes
 
-"Yes" means that the field is obeyed. A name is the one to use there. An empty cell means that the
-field makes no sense there. A field in the wrong place is a 400 that names the right place or name,
-unless its value is null or asks for nothing. Fields unknown to all three systems are ignored.
-`/invocations` takes the fields of the API that it stands for.
+"Yes" means that the field is obeyed, and "no effect" that it is accepted. A name is the one to use
+there. An empty cell means that the field makes no sense there. A field in the wrong place is a 400
+that names the right place or name, unless its value is null or asks for nothing. Fields unknown to
+all three systems are ignored. `/invocations` takes the fields of the API that it stands for.
 
 """
 NOWHERE = """
@@ -72,6 +73,25 @@ COLUMNS = {
     "its `sampling_params`": FieldPlace((GENERATE,), "sampling_params"),
     "`/tokenize`": FieldPlace((known_fields.TOKENIZE,)),
     "`/detokenize`": FieldPlace((known_fields.DETOKENIZE,)),
+}
+OTHER_HEAD = """
+## Other APIs
+
+The fields of Anthropic's, Ollama's and OpenAI's newer API, and of SGLang's scores, in the same
+words. "Refused" is a 400 unless the value is null or asks for nothing, and "ignored" is a field
+unknown to that API. [apis.md](apis.md) says more about single fields.
+
+"""
+OTHER_COLUMNS = {
+    "`/v1/responses`": FieldPlace((known_fields.RESPONSES,)),
+    "`/v1/messages`": FieldPlace((known_fields.MESSAGES,)),
+    "`…/count_tokens`": FieldPlace((known_fields.COUNT_TOKENS,)),
+    "`/api/chat`": FieldPlace((known_fields.OLLAMA_CHAT,)),
+    "`/api/generate`": FieldPlace((known_fields.OLLAMA_GENERATE,)),
+    "their `options`": FieldPlace(
+        (known_fields.OLLAMA_CHAT, known_fields.OLLAMA_GENERATE), "options"
+    ),
+    "`/v1/score`": FieldPlace((known_fields.SCORE,)),
 }
 OBJECTS = [
     FieldPlace((COMPLETIONS, CHAT), name) for name in ("stream_options", "structured_outputs")
@@ -112,14 +132,55 @@ def render() -> str:
         for name in KNOWN
         if name not in obeyed
     ]
-    parts = [HEAD, "\n".join(lines), "\n\n", "\n".join(beside), "\n", NOWHERE, "\n".join(nowhere)]
+    parts = [HEAD, "\n".join(lines), "\n\n", "\n".join(beside), "\n", OTHER_HEAD]
+    parts += ["\n".join(render_others()), "\n", NOWHERE, "\n".join(nowhere)]
     return "".join(parts) + "\n"
+
+
+def render_others() -> list[str]:
+    """Render the lines of the table of other APIs: the fields that at least one of them takes."""
+    places = OTHER_COLUMNS.values()
+    taken = frozenset().union(*(OBEYED[place] for place in places))
+    names = [name for name in KNOWN if name in taken] + sorted(taken - KNOWN.keys())
+    lines = [f"| field | {' | '.join(OTHER_COLUMNS)} |", "|---" * (1 + len(places)) + "|"]
+    for name in names:
+        cells = [other_cell(place, name) for place in places]
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return lines
+
+
+def other_cell(place: FieldPlace, name: str) -> str:
+    """Say in a word or two how an endpoint of another API treats a field."""
+    if name not in OBEYED[place] and name not in KNOWN:
+        return "ignored"
+    return cell(place, name) if _is_short(place, name) else "refused"
+
+
+def _is_short(place: FieldPlace, name: str) -> bool:
+    advice = "" if name in OBEYED[place] else known_fields.explain_refusal(place, name)
+    return not advice or bool(_CALLED.fullmatch(advice) or _WITHIN.fullmatch(advice))
+
+
+def list_without_effect() -> dict[FieldPlace, frozenset[str]]:
+    """List the fields of each place that are accepted without effect, as their description says."""
+    found, models = {}, [RequestModel]
+    while models:
+        model = models.pop()
+        models += model.__subclasses__()
+        if model.place is not None:
+            fields = model.model_fields.items()
+            found[model.place] = frozenset(
+                field.alias or name
+                for name, field in fields
+                if "without effect" in (field.description or "").lower()
+            )
+    return found
 
 
 def cell(place: FieldPlace, name: str) -> str:
     """Say in a few words how an endpoint treats a field."""
     if name in OBEYED[place]:
-        return "yes"
+        return "no effect" if name in WITHOUT_EFFECT[place] else "yes"
     advice = known_fields.explain_refusal(place, name)
     if called := _CALLED.fullmatch(advice):
         return f"`{called[1]}`" + (" at the top level" if called[2] else "")
@@ -133,6 +194,9 @@ def cell(place: FieldPlace, name: str) -> str:
 def passes(name: str) -> str:
     """List the values that pass in addition to null."""
     return ", ".join(f"`{json.dumps(value)}`" for value in KNOWN[name])
+
+
+WITHOUT_EFFECT = list_without_effect()
 
 
 def _listed(names: list[str]) -> str:

@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from email.message import Message as EmailMessage
 
     from pd.core.node_load import NodeLoad
+    from pd.core.sampling_params import SamplingParams
 
 EOS = 1
 Answer = Callable[[list[int], int], list[int]]
@@ -345,7 +346,7 @@ class FakeNode:
                     index=index,
                     finish=finish if last else None,
                     stages=stages,
-                    logprobs=self.logprobs(part, params.top_logprobs) if params.logprobs else None,
+                    logprobs=self._logprobs_of_answer(part, params),
                 )
             return
         shown = tokens[:1] if request.peer else tokens
@@ -362,18 +363,27 @@ class FakeNode:
             finish=finish if len(shown) == len(tokens) else None,
             cached_tokens=self.cached_tokens,
             prompt_logprobs=entries,
-            logprobs=self.logprobs(shown, params.top_logprobs) if params.logprobs else None,
+            logprobs=self._logprobs_of_answer(shown, params),
             stages=Stages(queue=0.125, bootstrap=0.0625, prefill=1.5),
         )
 
+    def _logprobs_of_answer(
+        self, tokens: list[int], params: SamplingParams
+    ) -> list[TokenLogprobs] | None:
+        if not params.logprobs:
+            return None
+        return self.logprobs(tokens, params.top_logprobs, params.logprob_token_ids)
+
     @staticmethod
-    def logprobs(tokens: list[int], top: int) -> list[TokenLogprobs]:
-        """Made up: token t has -t/100, the likeliest are t, t+1, …"""
+    def logprobs(tokens: list[int], top: int, named: Sequence[int] = ()) -> list[TokenLogprobs]:
+        """Made up: token t has -t/100, the likeliest are t, t+1, …
+
+        ``named``: token ids whose log probabilities come after those of the likeliest.
+        """
+        shown = [[*range(t, t + top), *named] for t in tokens]
         return [
-            TokenLogprobs(
-                t, -t / 100, [t + i for i in range(top)], [-(t + i) / 100 for i in range(top)]
-            )
-            for t in tokens
+            TokenLogprobs(t, -t / 100, ids, [-each / 100 for each in ids])
+            for t, ids in zip(tokens, shown, strict=True)
         ]
 
     def _loop(self) -> None:

@@ -25,6 +25,43 @@ TOOL = {
 }
 CALLS = [{"function": {"name": "f", "arguments": {"a": "x"}}}]
 FORMAT = {"type": "object", "properties": {"a": {"type": "integer"}}}
+MARK = {"type": "ephemeral", "ttl": "5m"}
+ANTHROPIC: dict[str, Any] = {
+    "model": "fake",
+    "system": [{"type": "text", "text": "s", "cache_control": MARK}],
+    "messages": [
+        {"role": "user", "content": "u"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "t", "signature": "g"},
+                {"type": "text", "text": "a"},
+                {"type": "tool_use", "id": "c", "name": "f", "input": {"a": "x"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "c",
+                    "content": [{"type": "text", "text": "r"}],
+                    "is_error": False,
+                },
+                {"type": "text", "text": "u", "cache_control": MARK},
+            ],
+        },
+    ],
+    "tools": [
+        {"name": "f", "description": "d", "input_schema": TOOL["parameters"], "strict": True},
+        {"type": "custom", "name": "g", "input_schema": {"type": "object"}, "cache_control": MARK},
+    ],
+    "tool_choice": {"type": "auto", "disable_parallel_tool_use": False},
+    "thinking": {"type": "enabled", "budget_tokens": 1024},
+    "output_config": {"effort": "low"},
+    "cache_control": MARK,
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+}
 # A valid body of each endpoint, with most of its fields.
 BODIES: dict[str, dict[str, Any]] = {
     "/api/chat": {
@@ -53,6 +90,33 @@ BODIES: dict[str, dict[str, Any]] = {
         "options": {"num_predict": 5, "top_k": 3, "top_p": 0.5, "repeat_penalty": 1.1},
     },
     "/api/show": {"model": "fake", "verbose": True},
+    "/v1/messages": ANTHROPIC
+    | {
+        "max_tokens": 5,
+        "metadata": {"user_id": "u"},
+        "stop_sequences": ["x"],
+        "stream": False,
+        "temperature": 0.5,
+        "top_k": 3,
+        "top_p": 0.5,
+        "service_tier": "auto",
+        "timeout": 9,
+    },
+    "/v1/messages/count_tokens": ANTHROPIC,
+    "/v1/score": {
+        "model": "fake",
+        "query": "q",
+        "items": ["a", "b"],
+        "label_token_ids": [5, 6],
+        "apply_softmax": True,
+        "item_first": False,
+        "add_special_tokens": True,
+        "priority": 1,
+        "cache_salt": "s",
+        "prefix_lease": 1,
+        "timeout": 9,
+        "rid": "r",
+    },
 }
 ODD: list[Any] = [
     *(None, True, False, 0, -1, 5, 1 << 40, 10**30, 0.5, -1e300, 1e308),
@@ -124,7 +188,7 @@ def check_bodies(client: httpx.Client, path: str, rng: random.Random, count: int
 
 @pytest.mark.parametrize("path", BODIES)
 def test_fuzzed_bodies_are_answered(client: httpx.Client, path: str, seed: int) -> None:
-    check_bodies(client, path, random.Random(seed), 60)
+    check_bodies(client, path, random.Random(seed), 300)
 
 
 @pytest.mark.full

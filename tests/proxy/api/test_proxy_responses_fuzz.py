@@ -122,7 +122,7 @@ def check_bodies(client: httpx.Client, seed: int, count: int) -> None:
 
 
 def test_random_bodies(client: httpx.Client) -> None:
-    check_bodies(client, random.randrange(1 << 32), 60)
+    check_bodies(client, random.randrange(1 << 32), 300)
 
 
 @pytest.mark.full
