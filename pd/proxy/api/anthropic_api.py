@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import uuid
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
@@ -18,6 +17,7 @@ from pd.proxy.api.service import PlannedAnswer, RequestNames, make_job
 from pd.proxy.http.json_responses import json_response
 from pd.proxy.http.typed_routes import ClientRequest
 from pd.proxy.requests.anthropic import AnthropicRequest, CountTokensRequest
+from pd.proxy.requests.field_names import ANTHROPIC_NAMES
 from pd.proxy.requests.messages import parse_arguments
 from pd.proxy.text.tools.events import CallStart, Content, Reasoning
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pd.proxy.api.chat_plan import OutputPlan
     from pd.proxy.api.prompts import ModelView
     from pd.proxy.api.service import Service
-    from pd.proxy.dispatch.generation import Choice, Delta, FinishReason
+    from pd.proxy.dispatch.generation import Choice, Delta, FinishReason, PromptSpec
     from pd.proxy.dispatch.job import Job
     from pd.proxy.text.tools.events import Event
 
@@ -58,20 +58,27 @@ class AnthropicAPI:
         names = RequestNames(rid, rid, False)
         model = await self._service.find_model(body.model)
         self._service.check_admission(1)
-        chat = body.to_chat()
         spec, plan = await request.raw_body.run_tokenizing(
-            partial(prepare_chat, clamps_length=True), chat, rid, model, may_be_long=False
+            _prepare_message, body, rid, model, may_be_long=False
         )
         job = make_job(request, names, ENDPOINT, is_streamed=body.stream)
-        job.grammar_fields = plan.grammar_fields
+        job.grammar_fields = plan.grammar_fields._replace(names=ANTHROPIC_NAMES)
         renderer = _MessageRenderer(job, model.shown, plan, is_leased=body.is_leased)
         return PlannedAnswer(job, [spec], renderer, body.timeout)
 
 
+def _prepare_message(
+    body: AnthropicRequest, rid: str, model: ModelView
+) -> tuple[PromptSpec, OutputPlan]:
+    with ANTHROPIC_NAMES.rename_errors():
+        return prepare_chat(body.to_chat(), rid, model, clamps_length=True)
+
+
 def _count_tokens(body: CountTokensRequest, model: ModelView) -> int:
-    chat = body.to_chat()
-    prompt = render_prompt(chat, model.require_text("messages"), chat.messages)
-    return len(tokenize_chat(chat, prompt, model))
+    with ANTHROPIC_NAMES.rename_errors():
+        chat = body.to_chat()
+        prompt = render_prompt(chat, model.require_text("messages"), chat.messages)
+        return len(tokenize_chat(chat, prompt, model))
 
 
 class _MessageRenderer:

@@ -19,6 +19,11 @@ from pd.proxy.api.prompts import RequestTotals, encode_prompt
 from pd.proxy.api.service import PlannedAnswer, RequestNames, make_job
 from pd.proxy.http.json_responses import json_response
 from pd.proxy.http.typed_routes import ClientRequest
+from pd.proxy.requests.field_names import (
+    OLLAMA_CHAT_NAMES,
+    OLLAMA_GENERATE_NAMES,
+    FieldNames,
+)
 from pd.proxy.requests.grammar_fields import GrammarFields
 from pd.proxy.requests.known_fields import OLLAMA_CHAT, OLLAMA_GENERATE
 from pd.proxy.requests.messages import parse_arguments
@@ -84,29 +89,31 @@ class OllamaAPI:
             return json_response(form.make_part("", is_done=True) | {"done_reason": "load"})
         self._service.check_admission(1)
         rid = f"ollama-{uuid.uuid4().hex}"
-        spec, plan = await request.raw_body.run_tokenizing(_prepare, body, rid, model)
+        names = OLLAMA_CHAT_NAMES if form.is_chat else OLLAMA_GENERATE_NAMES
+        spec, plan = await request.raw_body.run_tokenizing(_prepare, body, rid, model, names)
         job = make_job(request, RequestNames(rid, rid, False), endpoint, is_streamed=body.stream)
-        job.grammar_fields = plan.grammar_fields
+        job.grammar_fields = plan.grammar_fields._replace(names=names)
         top = body.top_tokens
-        names = None if top is None else TokenNames(model.text, top)
-        return PlannedAnswer(job, [spec], _AnswerRenderer(job, form, plan, names), None)
+        tokens = None if top is None else TokenNames(model.text, top)
+        return PlannedAnswer(job, [spec], _AnswerRenderer(job, form, plan, tokens), None)
 
 
 def _prepare(
-    body: OllamaChatRequest | OllamaGenerateRequest, rid: str, model: ModelView
+    body: OllamaChatRequest | OllamaGenerateRequest, rid: str, model: ModelView, names: FieldNames
 ) -> tuple[PromptSpec, OutputPlan]:
     """Translate, tokenize and plan a request. Raises InvalidRequestError."""
     context = body.options.num_ctx
-    if not isinstance(body, OllamaGenerateRequest) or not body.raw:
-        return prepare_chat(body.to_chat(), rid, model, clamps_length=True, context=context)
-    completion = body.to_completion()
-    model.require_text("prompt")
-    ids = encode_prompt(model, body.prompt, "prompt", namespace=completion.namespace)
-    limit = openai_common.clamp_length(model, len(ids), completion.token_limit, context)
-    params = openai_common.make_sampling_params(completion, model, len(ids), limit, None)
-    spec = openai_common.make_spec(completion, rid, ids, model, params)
-    RequestTotals().add_prompt(spec, model.limits.context_length)
-    return spec, OutputPlan(None, GrammarFields.from_field(completion.grammar_field))
+    with names.rename_errors():
+        if not isinstance(body, OllamaGenerateRequest) or not body.raw:
+            return prepare_chat(body.to_chat(), rid, model, clamps_length=True, context=context)
+        completion = body.to_completion()
+        model.require_text("prompt")
+        ids = encode_prompt(model, body.prompt, "prompt", namespace=completion.namespace)
+        limit = openai_common.clamp_length(model, len(ids), completion.token_limit, context)
+        params = openai_common.make_sampling_params(completion, model, len(ids), limit, None)
+        spec = openai_common.make_spec(completion, rid, ids, model, params)
+        RequestTotals().add_prompt(spec, model.limits.context_length)
+        return spec, OutputPlan(None, GrammarFields.from_field(completion.grammar_field))
 
 
 class AnswerForm:
@@ -116,19 +123,19 @@ class AnswerForm:
     """
 
     def __init__(self, model: str, *, is_chat: bool) -> None:
-        self._is_chat = is_chat
+        self.is_chat = is_chat
         self._head = {"model": model, "created_at": format_time(time.time())}
 
     def make_part(
         self, text: str, *, thinking: str = "", calls: Sequence[object] = (), is_done: bool = False
     ) -> dict[str, Any]:
         """Make a part of an answer, or a whole one."""
-        fields: dict[str, Any] = {"content" if self._is_chat else "response": text}
+        fields: dict[str, Any] = {"content" if self.is_chat else "response": text}
         if thinking:
             fields["thinking"] = thinking
         if calls:
             fields["tool_calls"] = calls
-        if self._is_chat:
+        if self.is_chat:
             fields = {"message": {"role": "assistant"} | fields}
         return self._head | fields | {"done": is_done}
 

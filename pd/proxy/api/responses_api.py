@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from pd.proxy.api.service import PlannedAnswer, RequestNames, make_job
 from pd.proxy.http.bodies import MAX_BODY_BYTES
 from pd.proxy.http.json_responses import json_response
 from pd.proxy.http.typed_routes import ClientRequest
+from pd.proxy.requests.field_names import RESPONSES_NAMES
 from pd.proxy.requests.known_fields import RESPONSES
 from pd.proxy.requests.response_items import read_output
 from pd.proxy.requests.responses import ResponsesRequest
@@ -30,16 +30,6 @@ if TYPE_CHECKING:
     from pd.proxy.http.background import Background
     from pd.proxy.storage.responses import ResponseStore
 
-# Names of a chat's fields in errors, and their names here.
-_RENAMED = (
-    (re.compile(r"^(tools\[\d+\])\.function\b"), r"\1"),
-    (re.compile(r"^response_format\.json_schema\b"), "text.format"),
-    (re.compile(r"^response_format\b"), "text.format"),
-    (re.compile(r"^tool_choice\.function\b"), "tool_choice"),
-    (re.compile(r"^messages\b"), "input"),
-    (re.compile(r"^max_(?:completion_)?tokens\b"), "max_output_tokens"),
-    (re.compile(r"^reasoning_effort\b"), "reasoning.effort"),
-)
 _encoder = msgspec.json.Encoder()
 
 
@@ -88,7 +78,7 @@ class ResponsesAPI:
             may_be_long=bool(body.chat_template_kwargs),
         )
         job = make_job(request, RequestNames(rid, rid, False), RESPONSES, is_streamed=body.stream)
-        job.grammar_fields = plan.grammar_fields
+        job.grammar_fields = plan.grammar_fields._replace(names=RESPONSES_NAMES)
         echo = describe_request(job, body, model.name, spec.params)
         renderer = ResponseRenderer(job, echo, plan, hides_reasoning=body.hides_reasoning)
         keeper = None
@@ -140,20 +130,6 @@ def _prepare_response(
             f"{MAX_BODY_BYTES} are allowed, so begin a new one",
             param="previous_response_id",
         )
-    try:
+    with RESPONSES_NAMES.rename_errors():
         spec, plan = prepare_chat(body.to_chat(messages), rid, model, clamps_length=True)
-    except InvalidRequestError as error:
-        raise _rename_fields(error) from None
     return spec, plan, encoded
-
-
-def _rename_fields(error: InvalidRequestError) -> InvalidRequestError:
-    """Name a field as in this API, in an error about the chat."""
-    if error.param is not None:
-        param = error.param
-        for pattern, name in _RENAMED:
-            param = pattern.sub(name, param)
-        if error.message.startswith(error.param):
-            error.message = param + error.message.removeprefix(error.param)
-        error.param = param
-    return error

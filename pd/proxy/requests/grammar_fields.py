@@ -7,6 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pd.core.errors import InvalidRequestError
+from pd.proxy.requests.field_names import CHAT_NAMES, FieldNames
 from pd.proxy.text.tools.functions import name_parameters_field
 
 if TYPE_CHECKING:
@@ -24,12 +25,14 @@ class GrammarFields(NamedTuple):
         content: field of the schemas outside calls.
         numbers: positions of the called functions in the request.
         form: the form of the calls; None if the grammar has none.
+        names: names of the fields in the client's API.
     """
 
     whole: str
     content: str
     numbers: dict[str, int]
     form: CallForm | None
+    names: FieldNames = CHAT_NAMES
 
     @classmethod
     def from_field(cls, field: str) -> GrammarFields:
@@ -46,7 +49,8 @@ class GrammarFields(NamedTuple):
             return error
         steps = _STEP.findall(param.removeprefix(kind))
         field = self._find_field(json.loads(grammar.text), steps) if steps else self.whole
-        return InvalidRequestError(field + error.message.removeprefix(param), param=field)
+        renamed = InvalidRequestError(field + error.message.removeprefix(param), param=field)
+        return self.names.rename_error(renamed)
 
     def _find_field(self, part: Any, steps: list[str]) -> str:
         for step in steps:
