@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from pd.core.errors import UnavailableError
+from pd.proxy.storage.directory import make_and_hold
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,6 +56,8 @@ class Database:
         self.directory = directory
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="storage")
         self._connection: sqlite3.Connection | None = None
+        # Shows other proxies that the directory is in use.
+        self._held: int | None = None
 
     async def run(
         self,
@@ -82,7 +86,8 @@ class Database:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
     def _connect(self) -> sqlite3.Connection:
-        self.directory.mkdir(mode=0o700, exist_ok=True)
+        if self._held is None:
+            self._held = make_and_hold(self.directory)
         connection = sqlite3.connect(
             self.directory / _FILE, timeout=_BUSY_SECONDS, check_same_thread=False
         )
@@ -97,3 +102,5 @@ class Database:
         self._thread.shutdown()
         if self._connection is not None:
             self._connection.close()
+        if self._held is not None:
+            os.close(self._held)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -12,7 +14,10 @@ from pathlib import Path
 
 from pd.core.errors import SetupError
 
+logger = logging.getLogger(__name__)
+
 _LOCK = "lock"
+_TEMPORARY = re.compile(r"pd-proxy-[0-9a-f]{32}")
 
 
 class StorageDirectory:
@@ -35,7 +40,9 @@ class StorageDirectory:
         disk. Nobody can guess its name.
         """
         if self._given is None:
-            self.path = _find_parent() / f"pd-proxy-{secrets.token_hex(16)}"
+            parent = _find_parent()
+            remove_leftovers(parent)
+            self.path = parent / f"pd-proxy-{secrets.token_hex(16)}"
             return self.path
         self.path = Path(self._given)
         flag = f"--storage-dir {self.path}"
@@ -61,6 +68,55 @@ class StorageDirectory:
         if self._given is None and hasattr(self, "path"):
             with contextlib.suppress(FileNotFoundError):
                 shutil.rmtree(self.path)
+
+
+def make_and_hold(path: Path) -> int:
+    """Make a directory unless it is there, and lock it, so that no proxy removes it as a leftover.
+
+    Returns a descriptor, which holds the lock until it is closed. Raises OSError.
+    """
+    while True:
+        path.mkdir(mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            held = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(held, fcntl.LOCK_SH)
+                # Another proxy may have removed it before we held it.
+                if os.path.samestat(os.fstat(held), os.stat(path)):
+                    return held
+            except BaseException:
+                os.close(held)
+                raise
+            os.close(held)
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Remove temporary directories whose proxies were killed: ours, and locked by no process."""
+    if not parent.is_dir():
+        return
+    with os.scandir(parent) as entries:
+        names = [entry.path for entry in entries if _TEMPORARY.fullmatch(entry.name)]
+    for name in names:
+        try:
+            _remove_unless_held(name)
+        except FileNotFoundError:
+            pass  # its proxy or another one removed it
+        except OSError as error:
+            logger.warning("leftover of a proxy: %s cannot be removed: %s", name, error.strerror)
+
+
+def _remove_unless_held(path: str) -> None:
+    if os.lstat(path).st_uid != os.geteuid():
+        return
+    # A link is an error here, and rmtree does not follow links either.
+    held = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(path)
+    except BlockingIOError:
+        return
+    finally:
+        os.close(held)
 
 
 def _find_parent() -> Path:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
+import tempfile
 import time
 import uuid
 from contextlib import contextmanager
@@ -13,7 +17,7 @@ import pytest
 from pd.core.errors import NotFoundError, SetupError, UnavailableError
 from pd.proxy.storage import responses
 from pd.proxy.storage.database import Database
-from pd.proxy.storage.directory import StorageDirectory
+from pd.proxy.storage.directory import StorageDirectory, make_and_hold
 from pd.proxy.storage.responses import ResponseNotFoundError, ResponseStore, StoredResponse
 
 if TYPE_CHECKING:
@@ -106,3 +110,41 @@ def test_a_temporary_directory_ends_with_its_proxy() -> None:
     assert path.stat().st_mode & 0o777 == 0o700
     directory.close()
     assert not path.exists()
+
+
+def test_directories_of_killed_proxies_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    living = StorageDirectory(None)
+    with open_database(living.open()) as database:
+        store, name = ResponseStore(database, 2000), make_name()
+        asyncio.run(store.add_response("a", name, LARGE))
+        killed = tmp_path / f"pd-proxy-{'0' * 32}"
+        program = (
+            "import asyncio, os, sys, pathlib; from pd.proxy.storage.database import Database\n"
+            "database = Database(pathlib.Path(sys.argv[1]))\n"
+            "asyncio.run(database.run(lambda connection: None))\n"
+            "os.kill(os.getpid(), 9)"
+        )
+        assert subprocess.run([sys.executable, "-c", program, str(killed)]).returncode == -9
+        assert (killed / "storage.sqlite").exists()
+        kept = tmp_path / "kept"
+        kept.mkdir()
+        (kept / "file").touch()
+        link = tmp_path / f"pd-proxy-{'1' * 32}"
+        link.symlink_to(kept)
+        StorageDirectory(None).open()
+        assert not killed.exists()
+        assert link.is_symlink() and (kept / "file").exists(), "links are not followed"
+        assert has(store, "a", name), "a living proxy keeps its own"
+    living.close()
+
+
+def test_a_directory_that_vanishes_is_made_again(tmp_path: Path) -> None:
+    """A proxy may remove it as a leftover between its making and its lock."""
+    path = tmp_path / "directory"
+    os.close(make_and_hold(path))
+    path.rmdir()
+    with open_database(path) as database:
+        assert not has(ResponseStore(database, 2000), "a", make_name())
