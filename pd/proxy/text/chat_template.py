@@ -19,6 +19,7 @@ from pd.proxy.text.shown_calls import (
     PROBE,
     PROBE_TOOLS,
     has_calls,
+    has_several_calls,
     has_text_beside_calls,
     order_forms,
 )
@@ -160,6 +161,8 @@ class ChatTemplate:
         forms = self._forms
         if any(map(has_text_beside_calls, messages)):
             forms = [*forms, *(form._replace(apart=True) for form in forms)]
+        if any(map(has_several_calls, messages)):
+            forms = [*forms, *(form._replace(single=True) for form in forms)]
         for form in forms:
             prepared, functions = form.prepare_messages(messages)
             try:

@@ -1,13 +1,15 @@
 """Gives chat templates the calls of earlier turns in a form that they show.
 
 Templates disagree about messages with calls. Some show calls only if the content is null or absent,
-some take arguments as an object and others as a text, and some silently leave calls out. So we try
-all forms once per template, and check in each request whether the template has read every call.
+some take arguments as an object and others as a text, some take one call per message, and some
+silently leave calls out. So we try all forms once per template, and check in each request whether
+the template has read every call.
 """
 
 from __future__ import annotations
 
 import json
+from collections import deque
 from itertools import product
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -98,11 +100,13 @@ class HistoryForm(NamedTuple):
         content: content of a message with calls only.
         as_text: write arguments as JSON in a text, not as an object.
         apart: put a message's text into a message of its own before the calls.
+        single: put each call into a message of its own, with its results after it.
     """
 
     content: EmptyContent
     as_text: bool
     apart: bool = False
+    single: bool = False
 
     def prepare_messages(
         self, messages: list[Message]
@@ -110,7 +114,7 @@ class HistoryForm(NamedTuple):
         """Convert messages to this form. Also return their functions."""
         prepared: list[Message] = []
         functions: list[WatchedFunction] = []
-        for message in messages:
+        for message in _split_calls(messages) if self.single else messages:
             if not has_calls(message):
                 prepared.append(message)
                 continue
@@ -143,6 +147,10 @@ def has_calls(message: Message) -> bool:
     return message["role"] == "assistant" and bool(message.get("tool_calls"))
 
 
+def has_several_calls(message: Message) -> bool:
+    return has_calls(message) and len(message["tool_calls"]) > 1
+
+
 def has_text_beside_calls(message: Message) -> bool:
     return has_calls(message) and bool(message["content"])
 
@@ -161,6 +169,32 @@ def _rank_prompt(prompt: str | None) -> int:
         return 2
     # The template printed a Python object, or quoted a text twice.
     return 1 if f"{{'{_KEY}'" in prompt or f'{{\\"{_KEY}' in prompt else 0
+
+
+def _split_calls(messages: list[Message]) -> list[Message]:
+    """Split messages with several calls.
+
+    Each result comes after its call, because templates of models that make one call after the other
+    take a result as that of the last call.
+    """
+    split: list[Message] = []
+    rest = deque(messages)
+    while rest:
+        message = rest.popleft()
+        if not has_several_calls(message):
+            split.append(message)
+            continue
+        results: dict[object, list[Message]] = {}
+        while rest and rest[0]["role"] == "tool":
+            results.setdefault(rest[0].get("tool_call_id"), []).append(rest.popleft())
+        for number, call in enumerate(message["tool_calls"]):
+            if number == 1:
+                message = _drop_fields(message, REASONING_FIELDS) | {"content": ""}
+            split.append(message | {"tool_calls": [call]})
+            split += results.pop(call.get("id"), ())
+        for others in results.values():
+            split += others
+    return split
 
 
 def _drop_fields(message: Message, names: Iterable[str]) -> Message:

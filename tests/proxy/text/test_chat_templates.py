@@ -146,9 +146,6 @@ def test_text_beside_calls_is_shown_with_them(shape: str) -> None:
         HEAD + "{{ m.content }}{% if m.tool_calls %}calls{% endif %}" + TAIL,
         HEAD + "{{ m.content }}" + NAMES + "{% endfor %}" + TAIL,
         HEAD + "{{ m.content }}{{ m.tool_calls | tojson if loop.first and m.tool_calls }}" + TAIL,
-        HEAD
-        + "{{ m.content }}{% for c in (m.tool_calls or [])[:1] %}{{ c | tojson }}{% endfor %}"
-        + TAIL,
     ],
 )
 def test_a_call_that_a_template_would_drop_is_refused(source: str) -> None:
@@ -156,6 +153,40 @@ def test_a_call_that_a_template_would_drop_is_refused(source: str) -> None:
     with pytest.raises(InvalidRequestError, match="does not show the calls of earlier messages"):
         render(source, history)
     assert "sunny" in render(source, [*ASKED, result()])
+
+
+# Shows one call per message, and takes a result as that of the last call, as gpt-oss's.
+ONE_AFTER_THE_OTHER = (
+    "{% set n = namespace(last=none) %}{% for m in messages %}{% if m.tool_calls %}"
+    "{% if m.thinking %}<analysis>{{ m.thinking }}{% endif %}"
+    "{% set n.last = m.tool_calls[0].function %}<to={{ n.last.name }}>"
+    "{{ n.last.arguments | tojson }}"
+    "{% elif m.role == 'tool' %}<from={{ n.last.name }}>{{ m.content }}"
+    "{% else %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+)
+# Refuses messages with several calls, as Llama 3's.
+REFUSES_SEVERAL = (
+    "{% for m in messages %}{% if m.tool_calls and m.tool_calls | length > 1 %}"
+    "{{ raise_exception('one call at once') }}{% endif %}<{{ m.role }}>{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}<to={{ c.function.name }}>"
+    "{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+)
+
+
+def test_several_calls_are_shown_one_after_the_other() -> None:
+    calls = [call("f", {"a": 1}), call("g", {"b": 2}, 2), call("h", {"c": 3}, 3)]
+    # The results come in another order, and one has no call.
+    results = [result("of g", 2), result("of f"), result("of nothing", 9), result("of h", 3)]
+    asked = [{"role": "user", "content": "hi"}]
+    history = [*asked, turn(*calls, reasoning_content="hm", thinking="hm"), *results, *asked]
+    assert render(ONE_AFTER_THE_OTHER, history) == (
+        '<user>hi<analysis>hm<to=f>{"a": 1}<from=f>of f<to=g>{"b": 2}<from=g>of g'
+        '<to=h>{"c": 3}<from=h>of h<from=h>of nothing<user>hi'
+    )
+    assert render(REFUSES_SEVERAL, [*asked, turn(*calls, content="I look."), *results[:2]]) == (
+        '<user>hi<assistant>I look.<to=f>{"a": 1}<tool>of f<assistant><to=g>{"b": 2}<tool>of g'
+        '<assistant><to=h>{"c": 3}'
+    )
 
 
 def test_what_a_template_says_against_messages_is_said() -> None:
