@@ -4,10 +4,11 @@
 # environment of its own, DIRECTORY/PEER. We make it where the package index can be reached (some
 # minutes).
 #
-#     sh scripts/peer_environment.sh aiperf|sglang|sglang-programs|frameworks DIRECTORY [PYTHON]
+#     sh scripts/peer_environment.sh PEER DIRECTORY [PYTHON]
 #
-# aiperf prints the program of AIPerf. sglang prints a Python that has SGLang's frontend language,
-# frameworks one that has DSPy and LangChain. sglang-programs prints SGLang's file of test programs.
+# aiperf and schemathesis print a program. sglang prints a Python that has SGLang's frontend language,
+# llama-index, lm-eval and guidellm one that has this package, and frameworks one that has packages
+# which get along with each other. sglang-programs prints SGLang's file of test programs.
 set -u
 peer=$1 directory=$2/$1 python=${3:-python3}
 case $peer in
@@ -26,10 +27,29 @@ sglang-programs)
     ;;
 frameworks)
     given=${PD_TEST_FRAMEWORKS:-} program=python
-    packages="dspy==3.4.1 langchain-openai==1.7.4" alone=
+    packages="dspy==3.4.1 langchain-openai==1.7.4 langchain-anthropic==1.7.10 litellm==1.110.2"
+    packages="$packages openai-agents==0.24.0 pydantic-ai-slim[openai,anthropic]==2.62.0" alone=
+    ;;
+llama-index)
+    given=${PD_TEST_LLAMA_INDEX:-} program=python
+    packages="llama-index-core==0.14.25 llama-index-llms-openai-like==0.8.1" alone=
+    ;;
+lm-eval)
+    given=${PD_TEST_LM_EVAL:-} program=python
+    # Of the transformers it needs only tokenizers, so no torch.
+    packages="lm-eval[api]==0.4.13 transformers==5.24.0" alone=
+    ;;
+guidellm)
+    given=${PD_TEST_GUIDELLM:-} program=python
+    # It needs torch for a loader of data; this release is the one in requirements/tested.txt.
+    packages="guidellm==0.8.1 transformers==5.24.0 torch==2.13.0" alone=
+    ;;
+schemathesis)
+    given=${PD_TEST_SCHEMATHESIS:-$(command -v schemathesis)} program=schemathesis
+    packages=schemathesis==4.32.5 alone=
     ;;
 *)
-    echo "unknown peer '$peer': use aiperf, sglang, sglang-programs or frameworks" >&2
+    echo "unknown peer '$peer': see the names in $0" >&2
     exit 2
     ;;
 esac

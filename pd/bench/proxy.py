@@ -14,11 +14,12 @@ counts it. Numbers are medians over the rounds.
 - `long text`: the streams while a text of 32k tokens arrives every half second; no two texts
   share a passage; `text` is how long they took, `beside_text` the added time of tokens sent
   meanwhile
+- `api`: the same text by each API, and the ratios of their costs to those of chats
 - `saturated requests`: 64 requests at a time to two nodes at a sixteenth of the step
 - `saturated`: four times as many streams, eight times as long, at these nodes
 
-The last two are more than one process can carry. `--workers N` also measures N proxy processes with
-N times as many requests, streams and nodes.
+The saturated ones are more than one process can carry. `--workers N` also measures N proxy
+processes with N times as many requests, streams and nodes.
 
 `added` is the time from a node's sending of a token until the last byte of its event is at the
 client. Processor time and `added` count once all streams have begun, because `request` measures
@@ -45,6 +46,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import msgspec
 import numpy as np
 
+from pd.bench.proxy_apis import measure_apis
 from pd.bench.proxy_floors import KINDS
 from pd.bench.proxy_load import (
     Answered,
@@ -98,10 +100,11 @@ EXAMPLES = """\
 examples:
   pd-bench proxy --output proxy.json
   pd-bench proxy --streams 256 --step 10 --rounds 3
+  pd-bench proxy --work apis --rounds 7
   pd-bench proxy --workers 4 --work saturated     # on a host with 16 cores or more
 """
-# Choices of --work. Floors of requests and streams belong to the first two.
-WORK = ("request", "stream", "saturated")
+# Choices of --work. Floors of requests and streams belong to the first two; `apis` writes `api`.
+WORK = ("request", "stream", "apis", "saturated")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -163,7 +166,7 @@ def run(args: argparse.Namespace) -> int:
     rounds: list[list[Row]] = []
     for number in range(args.rounds):
         print(f"round {number + 1} of {args.rounds}", file=sys.stderr, flush=True)
-        rounds.append(measure_round(load, args.work, workers, clients, args.router))
+        rounds.append(measure_round(load, args.work, workers, clients, args.router, number))
     rows = [median_row(rows) for rows in zip(*rounds, strict=True)]
     show_rows(rows)
     if args.output is not None:
@@ -190,8 +193,13 @@ def measure_round(
     workers: int = 1,
     num_clients: int = 1,
     routers: Sequence[str] = (),
+    turn: int = 0,
 ) -> list[Row]:
-    """Measure the floors, the routers and the proxy once. Returns a row for each work."""
+    """Measure the floors, the routers and the proxy once. Returns a row for each work.
+
+    Args:
+        turn: number of the round.
+    """
     rows: list[Row] = []
     with start_load_processes(num_clients + 1) as (texts, *clients):
         if "request" in work:
@@ -210,6 +218,9 @@ def measure_round(
                         rows.append({"work": name, "system": "pd"} | _latency_fields(streamed))
                     streamed = run_streams(*setup, texts=texts)
                     rows.append({"work": "long text", "system": "pd"} | _latency_fields(streamed))
+        if "apis" in work:
+            with start_proxy(load.step) as (proxy, nodes):
+                rows += measure_apis(proxy, nodes, load.requests, load.streams, load.tokens, turn)
         for count in dict.fromkeys([1, workers]) if "saturated" in work else ():
             rows += _measure_saturation(load, clients, count)
     return rows

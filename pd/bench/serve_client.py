@@ -127,12 +127,10 @@ class Server:
         model = {} if self._model is None else {"model": self._model}
         return self.make_post(endpoint, common | model | fields)
 
-    def make_post(
-        self, endpoint: Endpoint, fields: dict[str, Any], *, keep_alive: bool = False
-    ) -> BenchRequest:
-        """Make a request. Without ``keep_alive`` its answer ends the connection."""
+    def make_post(self, endpoint: Endpoint, fields: dict[str, Any]) -> BenchRequest:
+        """Make a request whose answer ends the connection."""
         target = dataclasses.replace(self._target, path=self._target.path + endpoint.path)
-        return BenchRequest(target.make_request(fields, keep_alive=keep_alive), endpoint)
+        return BenchRequest(target.make_request(fields), endpoint)
 
     async def start_request(self, request: BenchRequest) -> CompletionReception:
         """Connect and send a request. Raises SetupError if no server answers."""
@@ -159,13 +157,16 @@ class Server:
         if answer.status != 200:
             raise NodeFailedError(f"{self._address} answered with status {answer.status}")
 
-    async def post_repeatedly(self, fields: dict[str, Any], count: int, connections: int) -> None:
-        """Ask ``count`` times for a completion without streaming.
+    async def post_repeatedly(
+        self, fields: dict[str, Any], count: int, connections: int, path: str = Completions.path
+    ) -> None:
+        """Ask ``count`` times for an answer without streaming.
 
         We keep the connections, because opening one costs more than a short request. Raises
         NodeFailedError unless each status is 200.
         """
-        content = self.make_post(Completions(), fields, keep_alive=True).content
+        target = dataclasses.replace(self._target, path=self._target.path + path)
+        content = target.make_request(fields, keep_alive=True)
         left = iter(range(count))
 
         async def post() -> None:

@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from pd.bench.proxy import Streamed, added_beside_texts, added_seconds, find_arrivals, rate_of_all
+from pd.bench.proxy_apis import APIS
 from pd.bench.proxy_load import random_prose
 from pd.bench.serve_client import BenchCompletion
 from pd.cli import bench
@@ -50,12 +51,16 @@ def test_every_work_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         ("/generate", "pd"),
         ("/generate, whole", "pd"),
         ("long text", "pd"),
+        *(("api", name) for name in APIS),
         ("saturated requests", "pd"),
         ("saturated", "pd"),
         ("saturated requests", "pd"),
         ("saturated", "pd"),
     ]
     assert [row.get("workers") for row in rows[-4:]] == [None, None, 2, 2]
+    apis = [row for row in rows if row["work"] == "api"]
+    assert all(row["cpu_us_per_request"] > 0 and row["request_ratio"] > 0 for row in apis)
+    rows = [row for row in rows if row["work"] != "api"]
     # The system counts processor time in hundredths of a second, and so small a stream takes less.
     assert all(row["cpu_us"] > 0 for row in rows if "request" in row["work"])
     assert all(row["cpu_us"] >= 0 for row in rows)
@@ -63,7 +68,17 @@ def test_every_work_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert row["cpu_us"] >= 0
         if "added_p50_ms" in row:
             assert 0 < row["added_p50_ms"] <= row["added_p99_ms"] <= row["added_max_ms"]
-    assert len(capsys.readouterr().out.splitlines()) == len(rows)
+    assert len(capsys.readouterr().out.splitlines()) == len(rows) + len(apis)
+
+
+def test_each_api_limits_the_answer_and_has_the_same_text() -> None:
+    ollama, anthropic = APIS["Ollama chat"], APIS["Anthropic"]
+    assert ollama.make_body(7, stream=True)["options"] == {"temperature": 0, "num_predict": 7}
+    assert "num_predict" not in ollama.fields["options"]
+    lines = b'{"message": {"content": "a"}}\n{"message": {"content": "b"}, "done": true}\n'
+    assert ollama.read_text(lines) == "ab"
+    events = b'event: x\ndata: {"delta": {"text": "a"}}\n\nevent: ping\ndata: {"type": "ping"}\n\n'
+    assert anthropic.read_text(events) == "a"
 
 
 def streamed(times: list[float], counts: list[int], sent: list[float], begun: float) -> Streamed:

@@ -14,6 +14,10 @@ VARIABLES = {
     "sglang": "PD_TEST_SGLANG",
     "sglang-programs": "PD_TEST_SGLANG_PROGRAMS",
     "frameworks": "PD_TEST_FRAMEWORKS",
+    "llama-index": "PD_TEST_LLAMA_INDEX",
+    "lm-eval": "PD_TEST_LM_EVAL",
+    "guidellm": "PD_TEST_GUIDELLM",
+    "schemathesis": "PD_TEST_SCHEMATHESIS",
 }
 # Stands for Python: makes an "environment", whose pip does as the variable says.
 PYTHON = """#!/bin/sh
@@ -42,7 +46,8 @@ def test_a_program_that_is_named_is_taken(tmp_path: Path, peer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("peer", "program"), [("aiperf", "aiperf"), ("sglang", "python"), ("frameworks", "python")]
+    ("peer", "program"),
+    [("aiperf", "aiperf"), ("schemathesis", "schemathesis"), ("frameworks", "python")],
 )
 def test_it_is_installed_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peer: str, program: str
