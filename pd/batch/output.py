@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 MAX_RESULT_BYTES = 80 << 20
 
 
+class OutputInUseError(SetupError):
+    """Another run writes the file."""
+
+
 class BatchOutput:
     """A file, a pipe or a device for results.
 
@@ -139,7 +143,8 @@ def open_output(path: Path | None) -> BatchOutput:
 
     Raises:
         UsageError: the file is not the output of a batch.
-        SetupError: the file cannot be written, or another run writes it.
+        SetupError: the file cannot be written.
+        OutputInUseError: another run writes it.
     """
     if path is None:
         return BatchOutput("standard output", os.dup(sys.stdout.fileno()), is_resumable=False)
@@ -170,7 +175,7 @@ def _open_locked(path: Path, name: str) -> int:
                 return fd
         except BlockingIOError:
             os.close(fd)
-            raise SetupError(f"another run writes {name}; wait until it has ended") from None
+            raise OutputInUseError(f"another run writes {name}; wait until it has ended") from None
         except FileNotFoundError:
             pass
         # Another run replaced the file after we opened it.

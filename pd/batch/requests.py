@@ -14,14 +14,46 @@ from pd.core.brief import short_repr
 from pd.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
 # The proxy accepts bodies of 8 MiB, which escapes may double.
 MAX_LINE_BYTES = 16 << 20
 MAX_ID_CHARACTERS = 512
+# Most errors that a survey keeps.
+MAX_SHOWN_ERRORS = 100
+# Reasons of errors that several places find.
+_INVALID_JSON, _MISSING = "invalid_json_line", "missing_required_parameter"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class LineError(UsageError):
+    """A line of the input cannot be a request.
+
+    Attributes:
+        code: the reason in OpenAI's words.
+        line: number of the line, from 1; 0 for the whole file.
+    """
+
+    def __init__(self, message: str, code: str = "invalid_value", line: int = 0) -> None:
+        super().__init__(message)
+        self.code = code
+        self.line = line
+
+
+class LineSurvey(NamedTuple):
+    """The lines of an input.
+
+    Attributes:
+        ids: digests of all ids.
+        errors: the first lines with an error.
+        num_errors: number of all lines with an error.
+    """
+
+    ids: set[bytes]
+    errors: list[LineError]
+    num_errors: int
 
 
 class Refusal(NamedTuple):
@@ -61,47 +93,59 @@ _lines = msgspec.json.Decoder(_Line)
 _bodies = msgspec.json.Decoder(_Body)
 
 
-def parse_request(line: bytes) -> BatchRequest:
-    """Parse a line of the input. Raises UsageError, which names the value but not the line."""
+def parse_request(line: bytes, endpoint: str | None = None) -> BatchRequest:
+    """Parse a line of the input. Raises LineError, which names the value but not the line.
+
+    Args:
+        endpoint: the only allowed url. Without it, other urls than ENDPOINTS are refusals.
+    """
     try:
         line.decode()
         fields = _lines.decode(line)
     except msgspec.ValidationError as error:
         if line.lstrip().startswith(b"{"):
-            raise UsageError(f"cannot be read ({error}): {_shorten_line(line)}") from None
-        raise UsageError(f"must be a JSON object, not {_shorten_line(line)}") from None
+            message = f"cannot be read ({error}): {_shorten_line(line)}"
+        else:
+            message = f"must be a JSON object, not {_shorten_line(line)}"
+        raise LineError(message, _INVALID_JSON) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"is not valid JSON ({error}): {_shorten_line(line)}") from None
+        message = f"is not valid JSON ({error}): {_shorten_line(line)}"
+        raise LineError(message, _INVALID_JSON) from None
     custom_id, method, url = fields.custom_id, fields.method, fields.url
     content = bytes(fields.body)
     for name, value in (("custom_id", custom_id), ("method", method), ("url", url)):
         if value is msgspec.UNSET:
-            raise UsageError(f"has no {name}: {_shorten_line(line)}")
+            raise LineError(f"has no {name}: {_shorten_line(line)}", _MISSING)
         if not isinstance(value, str) or not value:
-            raise UsageError(f"{name} must be a string that is not empty, not {short_repr(value)}")
+            raise LineError(f"{name} must be a string that is not empty, not {short_repr(value)}")
     if len(custom_id) > MAX_ID_CHARACTERS:
-        raise UsageError(
+        raise LineError(
             f"custom_id has {len(custom_id)} characters, at most {MAX_ID_CHARACTERS} are allowed: "
             f"{short_repr(custom_id)}"
         )
     if method != "POST":
-        raise UsageError(f"method must be POST, not {short_repr(method)}")
+        raise LineError(f"method must be POST, not {short_repr(method)}", "invalid_method")
+    if endpoint is not None and url != endpoint:
+        message = f"url must be the batch's endpoint {endpoint}, not {short_repr(url)}"
+        raise LineError(message, "invalid_url")
     if not content:
-        raise UsageError(f"has no body: {_shorten_line(line)}")
+        raise LineError(f"has no body: {_shorten_line(line)}", _MISSING)
     if not content.startswith(b"{"):
-        raise UsageError(f"body must be a JSON object, not {_shorten_line(content)}")
-    return BatchRequest(custom_id, url, content, _find_refusal(url, content))
+        raise LineError(f"body must be a JSON object, not {_shorten_line(content)}")
+    known = ENDPOINTS if endpoint is None else (endpoint,)
+    return BatchRequest(custom_id, url, content, _find_refusal(url, known, content))
 
 
-def _find_refusal(url: str, content: bytes) -> Refusal | None:
-    """Return why we do not send a request; None if we do. Raises UsageError for an invalid body."""
-    if url not in ENDPOINTS:
-        known = " and ".join(ENDPOINTS)
-        return Refusal("unsupported_url", f"url must be one of {known}, not {short_repr(url)}")
+def _find_refusal(url: str, known: Sequence[str], content: bytes) -> Refusal | None:
+    """Return why we do not send a request; None if we do. Raises LineError for an invalid body."""
+    if url not in known:
+        names = " and ".join(known)
+        return Refusal("unsupported_url", f"url must be one of {names}, not {short_repr(url)}")
     try:
         stream = _bodies.decode(content).stream
     except (msgspec.DecodeError, RecursionError) as error:
-        raise UsageError(f"body cannot be read ({error}): {_shorten_line(content)}") from None
+        message = f"body cannot be read ({error}): {_shorten_line(content)}"
+        raise LineError(message, _INVALID_JSON) from None
     if stream is True:
         return Refusal(
             "unsupported_stream", "stream must be false: a batch has whole answers, no events"
@@ -136,12 +180,17 @@ class BatchInput:
 
     Args:
         path: None for standard input.
+        name: name for messages; the path if None.
+        endpoint: see :func:`parse_request`.
 
     Raises UsageError if the file cannot be opened.
     """
 
-    def __init__(self, path: Path | None) -> None:
-        self.name = "standard input" if path is None else str(path)
+    def __init__(
+        self, path: Path | None, *, name: str | None = None, endpoint: str | None = None
+    ) -> None:
+        self.name = name or ("standard input" if path is None else str(path))
+        self._endpoint = endpoint
         try:
             file: BinaryIO = sys.stdin.buffer if path is None else path.open("rb")
             if path is None or not file.seekable():
@@ -159,38 +208,61 @@ class BatchInput:
     def fileno(self) -> int:
         return self._file.fileno()
 
+    def survey_lines(self, limit: int | None = None) -> LineSurvey:
+        """Check every line.
+
+        Args:
+            limit: most requests. We read no further than the first line beyond it.
+
+        Raises UsageError if the file cannot be read, or a line is too long.
+        """
+        places: dict[bytes, int] = {}
+        errors: list[LineError] = []
+        num_errors = 0
+        for number, line in self._read_lines():
+            try:
+                if limit is not None and len(places) + num_errors >= limit:
+                    raise LineError(f"a batch has at most {limit} requests", "too_many_requests")
+                custom_id = parse_request(line, self._endpoint).custom_id
+                earlier = places.setdefault(id_digest(custom_id), number)
+                if earlier != number:
+                    raise LineError(
+                        f"custom_id {short_repr(custom_id)} is already in line {earlier}",
+                        "duplicate_custom_id",
+                    )
+            except LineError as error:
+                num_errors += 1
+                if len(errors) < MAX_SHOWN_ERRORS:
+                    error.line = number
+                    errors.append(error)
+                if error.code == "too_many_requests":
+                    break
+        if not places and not errors:
+            errors = [LineError("has no requests: all its lines are blank", "empty_file")]
+            num_errors = 1
+        return LineSurvey(set(places), errors, num_errors)
+
     def check_lines(self) -> set[bytes]:
         """Check every line; return the digests of all ids.
 
         Raises UsageError, which names the first line with an error and counts the others.
         """
-        places: dict[bytes, int] = {}
-        first, others = "", 0
-        for number, line in self._read_lines():
-            try:
-                custom_id = parse_request(line).custom_id
-                earlier = places.setdefault(id_digest(custom_id), number)
-                if earlier != number:
-                    raise UsageError(
-                        f"custom_id {short_repr(custom_id)} is already in line {earlier}"
-                    )
-            except UsageError as error:
-                others += bool(first)
-                first = first or f"line {number}: {error.message}"
-        if first:
-            more = f" ({others} more lines have errors)" if others > 1 else ""
-            more = " (one more line has an error)" if others == 1 else more
-            raise UsageError(f"{self.name} {first}{more}; nothing was sent")
-        if not places:
-            raise UsageError(f"{self.name} has no requests: all its lines are blank")
-        return set(places)
+        ids, errors, num_errors = self.survey_lines()
+        if not errors:
+            return ids
+        first, others = errors[0], num_errors - 1
+        if not first.line:
+            raise UsageError(f"{self.name} {first.message}")
+        more = f" ({others} more lines have errors)" if others > 1 else ""
+        more = " (one more line has an error)" if others == 1 else more
+        raise UsageError(f"{self.name} line {first.line}: {first.message}{more}; nothing was sent")
 
     def read_requests(self) -> Iterator[BatchRequest]:
         """Yield the requests. Raises UsageError if the file has changed and has errors now."""
         for number, line in self._read_lines():
             try:
-                yield parse_request(line)
-            except UsageError as error:
+                yield parse_request(line, self._endpoint)
+            except LineError as error:
                 raise UsageError(f"{self.name} line {number}: {error.message}") from None
 
     def _read_lines(self) -> Iterator[tuple[int, bytes]]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import random
 import signal
 import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pd.batch.attempts import try_request
 from pd.batch.requests import id_digest
 from pd.batch.results import BatchError, BatchResult, is_final, is_success
 from pd.core.errors import SetupError
@@ -17,14 +16,11 @@ from pd.core.errors import SetupError
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator, Sequence
 
+    from pd.batch.attempts import BatchAttempt
     from pd.batch.output import BatchOutput
     from pd.batch.requests import BatchRequest
-    from pd.batch.server import BatchAttempt, BatchServer
+    from pd.batch.server import BatchServer
 
-# Pause before the second attempt at a request; it doubles for each further one.
-FIRST_PAUSE_SECONDS = 0.5
-_MAX_PAUSE_SECONDS = 60.0
-_MAX_RETRY_AFTER_SECONDS = 300.0
 # How long we wait for answers after an interrupt.
 GRACE_SECONDS = 30.0
 # The run ends after so many failures in a row, or more if more requests are under way.
@@ -176,24 +172,17 @@ class BatchRun:
 
     async def _try_request(self, request: BatchRequest, name: str) -> BatchAttempt | None:
         """Return the last attempt at a request; None if the run ends while it waits for another."""
-        for number in range(self._max_retries + 1):
+
+        async def send() -> BatchAttempt:
             attempt = await self._server.send_request(request.url, request.content, name)
             # The next attempts take a while, so tell the user once that the server is gone.
             if attempt.unreachable and not self._unreachable and self._max_retries:
                 self._report(f"{attempt.reason}; trying again up to {self._max_retries} times")
             self._unreachable = attempt.unreachable
-            if not attempt.try_again:
-                return attempt
-            if number < self._max_retries:
-                pause = min(_MAX_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2**number)
-                pause = max(pause, min(attempt.wait, _MAX_RETRY_AFTER_SECONDS))
-                # Random pauses keep failed requests from returning all at once.
-                pause *= random.uniform(1.0, 1.5)
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._stopping.wait(), pause)
-                if self._stopping.is_set():
-                    return None
-        if attempt.unreachable:
+            return attempt
+
+        attempt = await try_request(send, self._stopping, self._max_retries)
+        if attempt is not None and attempt.unreachable:
             raise SetupError(f"{attempt.reason} (tried {self._max_retries + 1} times)")
         return attempt
 

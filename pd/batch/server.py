@@ -1,59 +1,22 @@
-"""The server of a batch: one attempt at one request."""
+"""The server of a batch over HTTP: sends one attempt at one request."""
 
 from __future__ import annotations
 
 import asyncio
-import email.utils
 import ssl
-import time
-from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
-import msgspec
 
 from pd import __version__
-from pd.batch.results import BatchError, BatchResponse, is_success, is_worth_another_attempt
+from pd.batch import attempts
+from pd.batch.attempts import BatchAttempt, make_attempt, make_failure
 from pd.core.brief import shorten_text
 from pd.core.errors import SetupError, UsageError
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-# Limit of one answer. All requests under way may need this much at once.
-MAX_ANSWER_BYTES = 64 << 20
 _CONNECT_SECONDS = 10.0
 # Shorter than servers keep idle connections, so none closes one while we send.
 _IDLE_SECONDS = 2.0
-_MAX_NAME_CHARACTERS = 256
-
-# Validates JSON without making objects of its values.
-_RAW = msgspec.json.Decoder(msgspec.Raw)
-
-
-class BatchAttempt(NamedTuple):
-    """The outcome of one attempt. Either ``response`` or ``error`` is None.
-
-    Attributes:
-        try_again: whether the same run should send the request again.
-        wait: seconds for which the server asked us to wait (``Retry-After``); 0 if it did not.
-        unreachable: whether there was no connection.
-    """
-
-    response: BatchResponse | None = None
-    error: BatchError | None = None
-    try_again: bool = False
-    wait: float = 0.0
-    unreachable: bool = False
-
-    @property
-    def reason(self) -> str:
-        """The failure as text."""
-        if self.error is not None:
-            return self.error.message
-        assert self.response is not None
-        message = _error_message(bytes(self.response.body))
-        return f"HTTP status {self.response.status_code}" + (f": {message}" if message else "")
 
 
 class BatchServer:
@@ -119,21 +82,21 @@ class BatchServer:
                 body = bytearray()
                 async for part in answer.aiter_bytes():
                     body += part
-                    if len(body) > MAX_ANSWER_BYTES:
-                        limit = f"an answer has at most {MAX_ANSWER_BYTES >> 20} MiB"
-                        return _make_failure("answer_too_long", limit)
-                return _make_attempt(answer.status_code, answer.headers, bytes(body), name)
+                    if len(body) > attempts.MAX_ANSWER_BYTES:
+                        limit = f"an answer has at most {attempts.MAX_ANSWER_BYTES >> 20} MiB"
+                        return make_failure("answer_too_long", limit)
+                return make_attempt(answer.status_code, answer.headers, bytes(body), name)
         except TimeoutError:
-            return _make_failure("timeout", f"no answer within {self._timeout:g} s")
+            return make_failure("timeout", f"no answer within {self._timeout:g} s")
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             message = f"cannot reach {self.url}: {_describe_error(error)}"
-            failure = _make_failure("connection_failed", message)
+            failure = make_failure("connection_failed", message)
             return failure._replace(try_again=True, unreachable=True)
         except httpx.TransportError as error:
             message = f"the connection was lost: {_describe_error(error)}"
-            return _make_failure("connection_lost", message)._replace(try_again=True)
+            return make_failure("connection_lost", message)._replace(try_again=True)
         except httpx.HTTPError as error:
-            return _make_failure("invalid_answer", _describe_error(error))
+            return make_failure("invalid_answer", _describe_error(error))
 
     def _check_access(self, status: int) -> None:
         if status in (401, 403):
@@ -141,54 +104,6 @@ class BatchServer:
                 f"{self.url} refuses the API key, or wants one (HTTP status {status}); give it as "
                 "PD_API_KEY or --api-key"
             )
-
-
-def _make_attempt(status: int, headers: Mapping[str, str], body: bytes, name: str) -> BatchAttempt:
-    """Make the outcome of an answered attempt."""
-    try:
-        body.decode()
-        _RAW.decode(body)
-        is_object = body.lstrip().startswith(b"{")
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        is_object = False
-    if not is_object:
-        text = shorten_text(body[:2000].decode(errors="replace").strip(), 300)
-        if is_success(status):
-            return _make_failure("invalid_answer", f"the answer is no JSON object: {text}")
-        error = {"message": text, "type": None, "param": None, "code": None}
-        body = msgspec.json.encode({"error": error})
-    # JSON has line breaks only between values, never inside of them.
-    body = body.replace(b"\n", b" ").replace(b"\r", b" ")
-    request_id = headers.get("x-request-id") or name
-    response = BatchResponse(
-        status, shorten_text(request_id, _MAX_NAME_CHARACTERS), msgspec.Raw(body)
-    )
-    return BatchAttempt(
-        response,
-        try_again=is_worth_another_attempt(status),
-        wait=_parse_retry_after(headers.get("retry-after", "")),
-    )
-
-
-def _make_failure(code: str, message: str) -> BatchAttempt:
-    return BatchAttempt(error=BatchError(code, message))
-
-
-def _error_message(body: bytes) -> str:
-    try:
-        return shorten_text(str(msgspec.json.decode(body)["error"]["message"]), 300)
-    except (msgspec.DecodeError, KeyError, TypeError, RecursionError):
-        return ""
-
-
-def _parse_retry_after(retry_after: str) -> float:
-    """Return the seconds of a ``Retry-After`` header, which may name a time; 0 if it is invalid."""
-    if retry_after.isascii() and retry_after.isdigit():
-        return float(retry_after[:9])
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(retry_after).timestamp() - time.time())
-    except (ValueError, OverflowError):
-        return 0.0
 
 
 def _describe_error(error: Exception) -> str:

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from batch_helpers import Scripted, ScriptedServer
 
 from pd import cli
-from pd.batch import run
+from pd.batch import attempts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,7 +41,7 @@ def batch(
 ) -> Callable[..., tuple[int, str]]:
     """Runs the command in this process, with short pauses; returns exit status and standard error,
     which no API key and no traceback is in."""
-    monkeypatch.setattr(run, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(attempts, "FIRST_PAUSE_SECONDS", 0.001)
     monkeypatch.setenv("PD_API_KEY", "a-secret")
 
     def launch(*arguments: object) -> tuple[int, str]:

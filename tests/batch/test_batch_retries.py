@@ -18,7 +18,7 @@ from batch_helpers import (
     write_lines,
 )
 
-from pd.batch import server as batch_server
+from pd.batch import attempts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -160,7 +160,7 @@ def test_an_answer_that_is_none_is_an_error_line(
     batch: Callable[..., tuple[int, str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(batch_server, "MAX_ANSWER_BYTES", 1 << 20 if b"x" not in answer else 1000)
+    monkeypatch.setattr(attempts, "MAX_ANSWER_BYTES", 1 << 20 if b"x" not in answer else 1000)
     server = serve(lambda body, times: Scripted(200, answer) if body["prompt"] else Scripted())
     assert batch(*files, "--url", server.url)[0] == 1
     results = read_results(files[1])
