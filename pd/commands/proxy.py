@@ -189,12 +189,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     start_group("storage")
     add(
         "--storage-dir",
-        "directory on a local disk for responses that clients store, one per proxy (default: a "
-        "temporary one, removed at the end)",
+        "directory on a local disk for responses and files that clients store, one per proxy "
+        "(default: a temporary one, removed at the end)",
         type=types.parse_path,
         metavar="DIR",
     )
     add_number("--storage-mb", "most MiB of stored responses per API key; the oldest make room")
+    add_number("--files-mb", "most MiB of uploaded files per API key")
 
 
 def make_config(args: argparse.Namespace) -> ProxyConfig:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 # Paths of a proxy for load balancers and Prometheus, which have no key.
 OPEN_PATHS = frozenset({"/health", "/readiness", "/ping", "/metrics"})
@@ -24,7 +28,9 @@ class ConnectionLimits:
         head_bytes: limit on request line and headers.
         body_seconds, body_rate: time for a body, plus one second for each ``body_rate`` bytes that
             arrived.
+        body_pause_seconds: limit on a pause within a body, however much of it has arrived.
         body_bytes: limit on a body. We close the connection of a longer one.
+        long_bodies: other limits, by path.
         framing_bytes: number of bytes by which the framing of a chunked body (sizes, extensions,
             trailers) may exceed the body.
         read_seconds, read_rate: time for a client to read our answer, plus one second for each
@@ -42,7 +48,9 @@ class ConnectionLimits:
     head_bytes: int = 64 << 10
     body_seconds: float = 20.0
     body_rate: int = 32 << 10
+    body_pause_seconds: float = 120.0
     body_bytes: int = 64 << 20
+    long_bodies: Mapping[str, int] = field(default_factory=dict)
     framing_bytes: int = 16 << 10
     read_seconds: float = 60.0
     read_rate: int = 32 << 10

@@ -175,6 +175,9 @@ class GuardedProtocol(HttpToolsProtocol):
         # When the current head or body began; None without one.
         self._head_since: float | None = time.monotonic()
         self._body_since: float | None = None
+        # When the last part of the current body arrived, and the body's limit.
+        self._body_seen = 0.0
+        self._body_limit = self._limits.body_bytes
         self._problem = ""
         # The request being answered, and the one whose body arrives. uvicorn's ``cycle`` is
         # the newest request. It may wait for the answers to earlier ones.
@@ -233,9 +236,11 @@ class GuardedProtocol(HttpToolsProtocol):
                 self.transport.close()
         elif self._body_since is not None:
             if self.flow.read_paused:
-                self._body_since = now  # we do not read, so the client is not late
+                # We do not read, so the client is not late.
+                self._body_since = self._body_seen = now
             earned = self._body_bytes / limits.body_rate
-            if now > self._body_since + limits.body_seconds + earned:
+            is_silent = now > self._body_seen + limits.body_pause_seconds
+            if is_silent or now > self._body_since + limits.body_seconds + earned:
                 message = f"only {self._body_bytes} bytes of the body arrived in time"
                 self.refuse_request(408, "Request Timeout", message)
 
@@ -402,6 +407,7 @@ class GuardedProtocol(HttpToolsProtocol):
             raise ValueError(self._problem)
         self._head_since, self._body_since = None, time.monotonic()
         self._body_bytes = self._framed_bytes = 0
+        self._body_seen = self._body_since
         app = self.app
         if not self._has_owners:
             self.app = _OneOwner(self, self._limits.open_paths, app)
@@ -409,6 +415,8 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self.app = app
         if self.cycle is not None and self.cycle is not before:
+            path = self.scope["path"].removesuffix("/")
+            self._body_limit = self._limits.long_bodies.get(path, self._limits.body_bytes)
             # The application has not started yet.
             self.scope["state"]["body_writer"] = BodyWriter(self, self.cycle)
             self._incoming = self.cycle
@@ -457,8 +465,9 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
-        if self._body_bytes > self._limits.body_bytes:
-            message = f"the body exceeds {self._limits.body_bytes} bytes"
+        self._body_seen = time.monotonic()
+        if self._body_bytes > self._body_limit:
+            message = f"the body exceeds {self._body_limit} bytes"
             if not self.transport.is_closing():
                 self.refuse_request(413, "Content Too Large", message)
             raise ValueError(message)  # so that the parser stops

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 ANY_ORIGIN = "*"
 JSON = "application/json"
+FORM = "multipart/form-data"
 # A server that adds one of these forwards other clients' requests, so its address proves nothing.
 _FORWARDING = (b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip")
 
@@ -93,6 +94,21 @@ def check_json(scope: Scope) -> None:
             f"Content-Type: {content_type[:100]!r} (must be {JSON}); "
             f"with curl add -H 'Content-Type: {JSON}'"
         )
+
+
+def check_form(scope: Scope) -> None:
+    """Check a request that uploads a form. Call :func:`check_origin` first.
+
+    Any page may send a form without asking the server. A browser that tells no ``Origin``, which
+    old ones omit, may send the form of any page.
+
+    Raises UnsupportedMediaTypeError for another content type, ForbiddenError for such a browser.
+    """
+    content_type = read_header(scope, b"content-type")
+    if content_type.partition(";")[0].strip().lower() != FORM:
+        raise UnsupportedMediaTypeError(f"Content-Type: {content_type[:100]!r} (must be {FORM})")
+    if is_from_browser(scope) and not read_header(scope, b"origin"):
+        raise ForbiddenError("a browser must send an Origin with a form")
 
 
 def check_origin(scope: Scope, allowed: Collection[str], remedy: str) -> None:

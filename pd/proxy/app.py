@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from http import HTTPStatus
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -25,6 +25,8 @@ from pd.proxy.api.answer_schemas import (
     CompletionChunk,
     DeletedObject,
     DetokenizeResult,
+    FileList,
+    FileObject,
     FlushResult,
     InvocationAnswer,
     InvocationEvent,
@@ -50,6 +52,7 @@ from pd.proxy.api.anthropic_api import AnthropicAPI
 from pd.proxy.api.chat_api import ChatAPI
 from pd.proxy.api.completions_api import CompletionsAPI
 from pd.proxy.api.description import add_description, describe_responses
+from pd.proxy.api.files_api import UPLOAD_FORM
 from pd.proxy.api.generate_api import GenerateAPI
 from pd.proxy.api.invocations_api import InvocationsAPI
 from pd.proxy.api.ollama_api import OllamaAPI
@@ -68,6 +71,7 @@ if TYPE_CHECKING:
 
     from pd.proxy.api.admin_api import AdminAPI
     from pd.proxy.api.compat_api import CompatAPI
+    from pd.proxy.api.files_api import FilesAPI
     from pd.proxy.api.responses_api import ResponsesAPI
     from pd.proxy.api.service import Service
     from pd.proxy.dispatch.proxy_metrics import Metrics
@@ -92,13 +96,14 @@ def make_app(
     admin: AdminAPI,
     compat: CompatAPI,
     responses: ResponsesAPI,
+    files: FilesAPI,
     metrics: Metrics,
     access: Access,
     cors_origins: Sequence[str] = (),
 ) -> FastAPI:
     app = FastAPI(title="pd", version=__version__, openapi_url=None)
     app.state.bodies, app.state.access = service.bodies, access
-    endpoints = _list_endpoints(service, router, admin, compat, responses)
+    endpoints = _list_endpoints(service, router, admin, compat, responses, files)
     for endpoint in endpoints:
         _add_endpoint(app, endpoint)
     add_description(app, [endpoint.events for endpoint in endpoints])
@@ -136,6 +141,7 @@ class _Endpoint(NamedTuple):
         answer: type of the answer's JSON; None without JSON.
         events: type of the events' JSON, if an answer may be streamed.
         is_for_admins: only administrators have access.
+        form: description of a body that is a form.
     """
 
     method: str
@@ -144,6 +150,7 @@ class _Endpoint(NamedTuple):
     answer: object = None
     events: object = None
     is_for_admins: bool = False
+    form: dict[str, Any] | None = None
 
 
 def _list_endpoints(
@@ -152,6 +159,7 @@ def _list_endpoints(
     admin: AdminAPI,
     compat: CompatAPI,
     responses: ResponsesAPI,
+    files: FilesAPI,
 ) -> list[_Endpoint]:
     tokens, endpoint = TokensAPI(service), _Endpoint
     completions, chat = CompletionsAPI(service), ChatAPI(service)
@@ -172,6 +180,11 @@ def _list_endpoints(
         endpoint("POST", "/generate", native.handle, NativeAnswer, NativeResult),
         endpoint("GET", "/v1/responses/{response_id}", responses.get_response, ResponseObject),
         endpoint("DELETE", "/v1/responses/{response_id}", responses.delete_response, DeletedObject),
+        endpoint("POST", "/v1/files", files.upload_file, FileObject, form=UPLOAD_FORM),
+        endpoint("GET", "/v1/files", files.list_files, FileList),
+        endpoint("GET", "/v1/files/{file_id}", files.get_file, FileObject),
+        endpoint("DELETE", "/v1/files/{file_id}", files.delete_file, DeletedObject),
+        endpoint("GET", "/v1/files/{file_id}/content", files.get_content),
         endpoint("POST", "/v1/embeddings", compat.refuse_embeddings),
         endpoint("GET", "/v1/models", admin.list_models, ModelList),
         endpoint("GET", "/v1/models/{model:path}", admin.get_model, ModelCard),
@@ -229,6 +242,7 @@ def _add_endpoint(app: FastAPI, endpoint: _Endpoint) -> None:
         response_model=None,
         response_class=Response if endpoint.answer is None else JSONResponse,
         responses=describe_responses(endpoint.answer, endpoint.events),
+        openapi_extra=endpoint.form,
         route_class_override=route_class,
     )
     if endpoint.method == "GET":

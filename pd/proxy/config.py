@@ -53,8 +53,9 @@ class ProxyConfig:
         max_failovers: limit on the failovers of a request.
         failover_wait: seconds that a request waits for an available node.
         trace_requests: file with a row for every served prompt.
-        storage_dir: directory for stored responses; None for a temporary one.
+        storage_dir: directory for stored responses and files; None for a temporary one.
         storage_mb: limit on the stored responses of each key in MiB.
+        files_mb: limit on the files of each key in MiB.
     """
 
     prefill: list[str] = field(default_factory=list)
@@ -90,6 +91,7 @@ class ProxyConfig:
     trace_requests: str | None = None
     storage_dir: str | None = None
     storage_mb: int = 256
+    files_mb: int = 1024
 
     @property
     def itl(self) -> float:
@@ -179,6 +181,8 @@ class ProxyConfig:
                 f"--storage-mb must be from {MIN_STORAGE_MB} to {MAX_STORAGE_MB}, not "
                 f"{self.storage_mb}"
             )
+        if not 1 <= self.files_mb <= MAX_STORAGE_MB:
+            raise UsageError(f"--files-mb must be from 1 to {MAX_STORAGE_MB}, not {self.files_mb}")
         check_api_keys(self.all_keys)
         check_cors_origins(self.cors_origins)
         check_certificate(self.tls_cert, self.tls_key)

@@ -21,6 +21,7 @@ from pd.net.connection_limits import ConnectionLimits
 from pd.net.connections import GuardedServer
 from pd.proxy.api.admin_api import AdminAPI
 from pd.proxy.api.compat_api import CompatAPI
+from pd.proxy.api.files_api import FilesAPI
 from pd.proxy.api.responses_api import ResponsesAPI
 from pd.proxy.api.service import Service
 from pd.proxy.app import make_app
@@ -29,7 +30,7 @@ from pd.proxy.dispatch.dispatcher import Dispatcher
 from pd.proxy.dispatch.logprob_memory import LogprobMemory
 from pd.proxy.dispatch.proxy_metrics import Metrics
 from pd.proxy.dispatch.request_trace import RequestTrace, create_trace
-from pd.proxy.http.access import Access
+from pd.proxy.http.access import UPLOAD_PATH, Access
 from pd.proxy.http.background import Background
 from pd.proxy.http.bodies import Bodies
 from pd.proxy.nodes.channel import Sockets
@@ -41,6 +42,7 @@ from pd.proxy.routing.policies import make_policy
 from pd.proxy.routing.routing import Router
 from pd.proxy.storage.database import Database
 from pd.proxy.storage.directory import StorageDirectory
+from pd.proxy.storage.files import MAX_FILE_BYTES, FileStore
 from pd.proxy.storage.responses import ResponseStore
 from pd.proxy.text.tokenizer import TextModels
 from pd.proxy.workers.actions import Performer
@@ -68,9 +70,13 @@ T = TypeVar("T")
 # Time that the ready line waits for nodes.
 READY_GRACE_SECONDS = 3.0
 BACKLOG = 2048
+# Room for the parts of a form around its file.
+MAX_FORM_BYTES = 1 << 20
 # We keep idle connections longer than common clients and load balancers do, because we must not
 # close one being reused.
-LIMITS = ConnectionLimits(keep_alive_seconds=75)
+LIMITS = ConnectionLimits(
+    keep_alive_seconds=75, long_bodies={UPLOAD_PATH: MAX_FILE_BYTES + MAX_FORM_BYTES}
+)
 # Kernel memory per client. It is small, because we want to notice an unresponsive client instead of
 # buffering for it.
 SEND_BUFFER_BYTES = 256 << 10
@@ -108,6 +114,7 @@ class Proxy:
         # The parent of several processes keeps the directory.
         self._directory = None if shared else StorageDirectory(config.storage_dir)
         self._database: Database | None = None
+        self._files: FileStore | None = None
 
     async def start_without_port(self, role: Role, url: str, node_access: NodeAccess) -> ASGIApp:
         """Watch one node, and return the application for a caller in this process.
@@ -262,12 +269,14 @@ class Proxy:
         compat = CompatAPI(service, self._router, self._dispatcher, everywhere, config.tokenizer)
         store = ResponseStore(database, config.storage_mb << 20)
         responses = ResponsesAPI(service, store, self._background)
+        self._files = FileStore(database, config.files_mb << 20)
         self._app = make_app(
             service,
             self._router,
             admin,
             compat,
             responses,
+            FilesAPI(self._files),
             metrics,
             access,
             config.cors_origins,
@@ -341,6 +350,8 @@ class Proxy:
             await asyncio.to_thread(self._trace.close)
 
     def _close_storage(self) -> None:
+        if self._files is not None:
+            self._files.close()
         if self._database is not None:
             self._database.close()
         if self._directory is not None:

@@ -198,6 +198,27 @@ def test_a_body_has_a_deadline(cluster: Cluster, monkeypatch: pytest.MonkeyPatch
     assert proxy.proxy._service.bodies.held == 0
 
 
+def test_a_body_may_not_pause_however_much_has_arrived(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxy = limited(monkeypatch, cluster, body_rate=1, body_pause_seconds=0.3)
+    with clients(proxy.url) as client:
+        assert status_of(read_all(client.open(HALF_A_BODY + b"5," * 400))) == 408
+
+
+def test_only_uploads_have_long_bodies(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    uploads = {"/v1/files": 5000}
+    url = limited(monkeypatch, cluster, body_bytes=2000, long_bodies=uploads).url
+    for path, size, status in (
+        ("/v1/files", 4000, 200),
+        ("/v1/files/", 4000, 200),
+        ("/v1/files", 6000, 413),
+    ):
+        form = {"purpose": (None, "batch"), "file": ("a", b"x" * size)}
+        assert httpx.post(url + path, files=form).status_code == status, path
+    assert httpx.post(f"{url}/generate", json={"input_ids": [5] * 4000}).status_code == 413
+
+
 def test_incomplete_requests_get_503_when_the_server_stops(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

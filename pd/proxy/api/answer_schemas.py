@@ -637,3 +637,26 @@ class DeletedObject(TypedDict):
     id: str
     object: str
     deleted: Literal[True]
+
+
+class FileObject(TypedDict):
+    """An uploaded file."""
+
+    id: str
+    object: Literal["file"]
+    bytes: Annotated[int, Field(description="Size of the content.")]
+    created_at: Annotated[int, Field(description="In seconds since 1970.")]
+    expires_at: Annotated[int, Field(description="In seconds since 1970.")]
+    filename: str
+    purpose: str
+    status: Literal["processed"]
+
+
+class FileList(TypedDict):
+    """Files of a key."""
+
+    object: Literal["list"]
+    data: list[FileObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: Annotated[bool, Field(description="Ask for more with `after=last_id`.")]

@@ -15,6 +15,7 @@ from pd.core.errors import AuthenticationError, ForbiddenError, PDError, UsageEr
 from pd.net.connection_limits import OPEN_PATHS
 from pd.net.local_requests import (
     ANY_ORIGIN,
+    check_form,
     check_host,
     check_json,
     check_local,
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# The only path that takes a form, and any amount of bytes.
+UPLOAD_PATH = "/v1/files"
 _READING = ("GET", "HEAD", "OPTIONS")
 _HOST_REMEDY = (
     "; a gateway before a proxy on loopback must set a local Host, or the proxy needs an --api-key"
@@ -162,8 +165,8 @@ class Access:
             AuthenticationError: the path needs a key, and the request has no valid one.
             ForbiddenError: the request comes from a web page of a foreign origin, or from a page
                 that made its own name resolve to this host.
-            UnsupportedMediaTypeError: the request has a body without JSON's content type. On
-                Ollama's paths only browsers need this type.
+            UnsupportedMediaTypeError: the request has a body without JSON's content type, or
+                without a form's for an upload. On Ollama's paths only browsers need JSON's.
         """
         check_origin(scope, self._origins, "; --cors-origins lets them in")
         caller = await self._identify_caller(scope)
@@ -177,7 +180,9 @@ class Access:
         # Ollama's documented curl calls declare a form, so on its paths we ask for JSON's type only
         # where a web page may have sent the body.
         is_exempt = is_ollama(scope["path"]) and not is_from_browser(scope)
-        if scope["method"] not in _READING and not is_exempt:
+        if scope["method"] == "POST" and scope["path"] == UPLOAD_PATH:
+            check_form(scope)
+        elif scope["method"] not in _READING and not is_exempt:
             check_json(scope)
         return caller or Caller()
 

@@ -42,6 +42,11 @@ END;
 CREATE TRIGGER IF NOT EXISTS response_removed AFTER DELETE ON responses BEGIN
     UPDATE response_bytes SET bytes = bytes - old.size WHERE owner = old.owner;
 END;
+CREATE TABLE IF NOT EXISTS files(
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, created REAL NOT NULL, expires REAL NOT NULL,
+    size INTEGER NOT NULL, filename TEXT NOT NULL, purpose TEXT NOT NULL);
+CREATE INDEX IF NOT EXISTS files_by_owner ON files(owner, size);
+CREATE INDEX IF NOT EXISTS files_by_end ON files(expires);
 """
 
 
@@ -79,8 +84,8 @@ class Database:
             except (sqlite3.Error, OSError) as error:
                 logger.exception("the storage in %s failed", self.directory)
                 raise UnavailableError(
-                    f"the proxy's storage failed ({error}); send store: false, or start the proxy "
-                    "with --storage-dir"
+                    f"the proxy's storage failed ({error}); send responses with store: "
+                    "false, or start the proxy with --storage-dir"
                 ) from None
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
@@ -104,3 +109,8 @@ class Database:
             self._connection.close()
         if self._held is not None:
             os.close(self._held)
+
+
+def lock_database(connection: sqlite3.Connection) -> None:
+    """Begin a transaction that reads before it writes. Other processes wait for its end."""
+    connection.execute("BEGIN IMMEDIATE")

@@ -120,6 +120,7 @@ def test_every_route_is_described(proxy: ProxyThread, document: dict[str, Any]) 
         "/api/generate",
         "/api/show",
         "/v1/responses",
+        "/v1/files",
         "/invocations",
         "/generate",
         "/tokenize",
