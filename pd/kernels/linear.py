@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import functools
 import os
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
 
+from pd.kernels import fp8
 from pd.kernels.activation import silu_and_mul
 from pd.kernels.dispatch import uses_triton
+
+if TYPE_CHECKING:
+    from pd.kernels.fp8 import Weight
 
 # Packed weights are laid out for this number of rows. Other numbers use the same layout: none is
 # slower than with its own layout, and a few rows are faster.
@@ -57,17 +62,22 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``x @ weight.T + bias``.
 
     Args:
         x: ``[rows, inputs]``.
-        weight: ``[outputs, inputs]``, contiguous or from :func:`pack_weight`.
+        weight: ``[outputs, inputs]``, contiguous, from :func:`pack_weight` or in fp8.
         bias: ``[outputs]``.
 
     Returns:
-        ``[rows, outputs]``.
+        ``[rows, outputs]`` in the dtype of ``x``.
     """
+    if isinstance(weight, fp8.Fp8Weight):
+        return fp8.multiply(x, weight, bias)
+    if isinstance(weight, fp8.WideWeight):
+        rounded = fp8.round_inputs(x, weight.inputs)
+        return linear(rounded, weight.values, None if bias is None else bias.float()).to(x.dtype)
     if _ONEDNN and x.dtype == torch.float32 and x.device.type == "cpu":
         if len(x) == 0:
             return x.new_empty(0, weight.shape[0])
@@ -89,20 +99,19 @@ def _make_zero_bias(size: int, dtype: torch.dtype, device: torch.device) -> torc
     return torch.zeros(size, dtype=dtype, device=device)
 
 
-def gate_up_silu(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
+def gate_up_silu(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """:func:`pd.kernels.activation.silu_and_mul` of :func:`linear`.
 
     Args:
         x: ``[rows, inputs]``.
-        weight: ``[2 * size, inputs]``, gate then up, contiguous or from :func:`pack_weight`.
+        weight: ``[2 * size, inputs]``, gate then up, contiguous, from :func:`pack_weight` or in
+            fp8.
         bias: ``[2 * size]``.
 
     Returns:
         ``[rows, size]``.
     """
-    if uses_triton(x):
+    if isinstance(weight, torch.Tensor) and uses_triton(x):
         from pd.kernels import linear_triton
 
         if linear_triton.can_multiply(x, weight):

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from pd.kernels.dispatch import uses_triton
 from pd.kernels.linear import gate_up_silu, linear
+
+if TYPE_CHECKING:
+    from pd.kernels.fp8 import Weight
 
 
 def route_tokens(
@@ -82,8 +87,8 @@ def moe_mlp(
     x: torch.Tensor,
     weights: torch.Tensor,
     ids: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: Weight,
+    down: Weight,
 ) -> torch.Tensor:
     """Compute the weighted sum of each token's experts, ``down(silu(gate(x)) * up(x))`` each.
 
@@ -91,13 +96,13 @@ def moe_mlp(
         x: ``[tokens, hidden]``.
         weights, ids: from :func:`route_tokens` or :func:`route_in_groups`. The ids of a token
             differ.
-        gate_up: ``[experts, 2 * size, hidden]``, gate then up, contiguous.
-        down: ``[experts, hidden, size]``, contiguous.
+        gate_up: ``[experts, 2 * size, hidden]``, gate then up, contiguous or in fp8.
+        down: ``[experts, hidden, size]``, contiguous or in fp8, too.
 
     Returns:
         A new tensor like ``x``.
     """
-    if uses_triton(x):
+    if isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor) and uses_triton(x):
         from pd.kernels import moe_triton
 
         return moe_triton.moe_mlp(x, weights, ids, gate_up, down)
@@ -105,7 +110,7 @@ def moe_mlp(
     # Assignments (token, expert) in the order of experts, so each expert's are one slice.
     assigned, order = ids.flatten().sort(stable=True)
     tokens, weights = order // top_k, weights.flatten()[order, None]
-    counts = torch.bincount(assigned, minlength=len(down)).tolist()
+    counts = torch.bincount(assigned).tolist()
     out = torch.zeros_like(x)
     stop = 0
     for expert, count in enumerate(counts):
@@ -113,6 +118,11 @@ def moe_mlp(
             continue
         start, stop = stop, stop + count
         mine = tokens[start:stop]
-        result = linear(gate_up_silu(x[mine], gate_up[expert]), down[expert])
+        inner = gate_up_silu(x[mine], _select_matrix(gate_up, expert))
+        result = linear(inner, _select_matrix(down, expert))
         out.index_add_(0, mine, result.mul_(weights[start:stop]))
     return out
+
+
+def _select_matrix(weights: Weight, expert: int) -> Weight:
+    return weights[expert] if isinstance(weights, torch.Tensor) else weights.select(expert)

@@ -13,6 +13,7 @@ from pd.models.layers import (
     MLP,
     Attention,
     AttentionLayer,
+    Experts,
     GatedMLP,
     Linear,
     NamedPlaces,
@@ -20,8 +21,8 @@ from pd.models.layers import (
     Rotary,
     SparseMoE,
     add_prefix,
-    make_parameter,
 )
+from pd.models.matrix import make_parameter
 from pd.models.tensor_parallel import SINGLE, TensorParallel, WeightDestination
 
 if TYPE_CHECKING:
@@ -194,7 +195,7 @@ class CausalLM(nn.Module):
         Meanwhile one weight at a time exists twice.
         """
         for module in self.modules():
-            if isinstance(module, Linear):
+            if isinstance(module, Linear | Experts):
                 module.prepare_weights()
         if not self.config.tie_word_embeddings:
             self.head = nn.Parameter(pack_weight(self.head), requires_grad=False)

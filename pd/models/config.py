@@ -13,6 +13,9 @@ from pd.core.node_info import MAX_LAYERS, MODEL_PLANE, Plane
 if TYPE_CHECKING:
     from pd.core.node_info import DType
 
+# Rows and columns of a block of weights that share a scale, and the inputs that do.
+BLOCK = 128
+
 
 @dataclass(frozen=True)
 class RopeConfig:
@@ -98,6 +101,25 @@ class RouterConfig:
 
 
 @dataclass(frozen=True)
+class QuantizationConfig:
+    """Weights in fp8, and how their inputs are converted to fp8.
+
+    Attributes:
+        in_blocks: whether 128 × 128 weights share a scale, and 128 inputs of a token do. Otherwise
+            each row of a weight has a scale (or the weight has one), and each token has one.
+        has_input_scales: whether the checkpoint holds one scale for the inputs of each weight.
+            Otherwise scales follow from the inputs.
+        rounds_scales: whether scales of inputs are rounded up to powers of two (UE8M0).
+        at_load: whether the checkpoint is not quantized, and we quantize it when we load it.
+    """
+
+    in_blocks: bool
+    has_input_scales: bool = False
+    rounds_scales: bool = False
+    at_load: bool = False
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer.
 
@@ -121,6 +143,7 @@ class ModelConfig:
         dense_size: width of the MLP of these layers.
         latent: latent attention; None for grouped-query attention.
         num_draft_layers: layers after the last one in the checkpoint, for drafts. We ignore them.
+        quantization: weights in fp8; None if all are in the model's dtype.
         dtype: dtype of the checkpoint (``float32``, ``bfloat16``, ``float16``, …) or None.
         eos_token_ids: ids that end an answer, from ``config.json``, ``generation_config.json`` and
             the tokenizer together, ascending. All are in the vocabulary.
@@ -152,6 +175,7 @@ class ModelConfig:
     dense_size: int = 0
     latent: LatentConfig | None = None
     num_draft_layers: int = 0
+    quantization: QuantizationConfig | None = None
     dtype: str | None = None
     eos_token_ids: tuple[int, ...] = ()
     eos_problems: tuple[str, ...] = ()

@@ -15,6 +15,7 @@ from pd.models.checkpoint import find_checkpoint
 from pd.models.checkpoint_tokenizer import NO_TOKENIZER, TokenizerFiles, read_tokenizer
 from pd.models.config import ModelConfig
 from pd.models.endings import find_endings
+from pd.models.quantization_reader import MODELOPT_FILE, add_modelopt_settings, read_quantization
 from pd.models.refusals import check_supported
 from pd.models.registry import find_architecture, find_model_type
 from pd.models.rope_reader import read_context_length, read_rope
@@ -40,6 +41,8 @@ def read_model_config(path: str | Path) -> ModelConfig:
     """
     directory = find_checkpoint(path)
     raw = read_json(directory / "config.json")
+    if (directory / MODELOPT_FILE).exists():
+        raw = add_modelopt_settings(raw, read_json(directory / MODELOPT_FILE))
     path = directory / "generation_config.json"
     generation = read_json(path) if path.exists() else {}
     try:
@@ -84,6 +87,7 @@ def parse_model_config(
         num_experts_per_tok=(
             get_positive_int(cfg, "num_experts_per_tok") if architecture.has_experts else 0
         ),
+        quantization=read_quantization(cfg),
         dtype=str(dtype).removeprefix("torch.") if dtype else None,
         eos_token_ids=endings.ids,
         eos_problems=endings.problems,

@@ -30,9 +30,9 @@ from pd.models.layers import (
     RMSNorm,
     Rotary,
     add_prefix,
-    make_parameter,
 )
 from pd.models.loader import fill_weights, list_shards, open_shard
+from pd.models.matrix import make_parameter
 from pd.models.tensor_parallel import SINGLE, WeightDestination
 
 if TYPE_CHECKING:
@@ -62,7 +62,9 @@ class HeadAttention(Attention):
         """Lay out the projections to K and V separately. Call this before the projection to Q, K
         and V is laid out."""
         # On a GPU this is the same memory.
-        self._kv_weight = pack_weight(self.qkv.weight[self._heads * self._head_dim :].detach())
+        self._kv_weight = pack_weight(
+            self.qkv.matrix.values[self._heads * self._head_dim :].detach()
+        )
 
     def write_kv(
         self,

@@ -51,6 +51,8 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "hot_vocab_size": (None,),
     "logit_scale": (None, 1, 1.0),
     "is_causal": (None, True),
+    "quantization_config": (None,),
+    "compression_config": (None,),
 }
 _NEUTRAL_EAGLE_CONFIG: dict[str, tuple[object, ...]] = {
     "use_mtp_layernorm": (None, False),

@@ -59,7 +59,7 @@ class GroupedMoE(MLP):
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
         self._tp = tp
-        self.router, self.experts = GroupedRouter(config), Experts(config)
+        self.router, self.experts = GroupedRouter(config), Experts(config, tp)
         self.shared = None
         if config.num_shared_experts:
             size = config.num_shared_experts * config.intermediate_size

@@ -16,8 +16,8 @@ from pd.models.layers import (
     ReducedLinear,
     RMSNorm,
     add_prefix,
-    make_parameter,
 )
+from pd.models.matrix import make_parameter
 from pd.models.tensor_parallel import TensorParallel, WeightDestination
 
 if TYPE_CHECKING:
@@ -43,12 +43,13 @@ class LatentAttention(AttentionLayer):
         latent, bias = config.latent, config.attention_bias
         self.query = _make_query(config, latent)
         rows = {"kv_a_proj_with_mqa": latent.row_dim}
-        self.compress = Linear(rows, config.hidden_size, bias)
+        quantization = config.quantization
+        self.compress = Linear(rows, config.hidden_size, bias, quantization=quantization)
         self.norm = RMSNorm(latent.kv_rank, latent.norm_eps)
         size = self._num_heads * (latent.nope_dim + latent.value_dim)
         self.expand = make_parameter(size, latent.kv_rank)
         width = self._num_heads * latent.value_dim
-        self.output = ReducedLinear("o_proj", config.hidden_size, width, bias, tp)
+        self.output = ReducedLinear("o_proj", config.hidden_size, width, bias, tp, quantization)
         self._heads = LatentHeads(self.expand, self._num_heads, latent.nope_dim)
 
     def forward(
@@ -95,9 +96,14 @@ class LowRankQuery(nn.Module):
 
     def __init__(self, rank: int, size: int, config: ModelConfig, eps: float) -> None:
         super().__init__()
-        self.down = Linear({"q_a_proj": rank}, config.hidden_size, config.attention_bias)
+        hidden, bias, quantization = (
+            config.hidden_size,
+            config.attention_bias,
+            config.quantization,
+        )
+        self.down = Linear({"q_a_proj": rank}, hidden, bias, quantization=quantization)
         self.norm = RMSNorm(rank, eps)
-        self.up = Linear({"q_b_proj": size}, rank, split=True)
+        self.up = Linear({"q_b_proj": size}, rank, split=True, quantization=quantization)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[tokens, hidden_size]`` to ``[tokens, size]``."""
@@ -112,5 +118,6 @@ class LowRankQuery(nn.Module):
 def _make_query(config: ModelConfig, latent: LatentConfig) -> Linear | LowRankQuery:
     size = config.num_heads * (latent.nope_dim + latent.rope_dim)
     if latent.q_rank is None:
-        return Linear({"q_proj": size}, config.hidden_size, split=True)
+        quantization = config.quantization
+        return Linear({"q_proj": size}, config.hidden_size, split=True, quantization=quantization)
     return LowRankQuery(latent.q_rank, size, config, latent.norm_eps)

@@ -19,22 +19,19 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
-from pd.kernels.linear import gate_up_silu, linear, pack_weight
+from pd.kernels.linear import gate_up_silu, linear
 from pd.kernels.moe import moe_mlp, route_tokens
 from pd.kernels.norm import add_rms_norm, rms_norm
 from pd.kernels.rope import compute_rotations, inverse_frequencies, rotate_and_store
+from pd.models.matrix import Matrix, make_parameter
 from pd.models.tensor_parallel import TensorParallel, WeightDestination
 
 if TYPE_CHECKING:
     from pd.kernels.attention import PlannedAttention
-    from pd.models.config import ModelConfig
+    from pd.kernels.fp8 import Weight
+    from pd.models.config import ModelConfig, QuantizationConfig
 
 NamedPlaces: TypeAlias = Iterator[tuple[str, WeightDestination]]
-
-
-def make_parameter(*shape: int) -> nn.Parameter:
-    """Allocate a weight to be loaded, in the default dtype on the default device."""
-    return nn.Parameter(torch.empty(shape), requires_grad=False)
 
 
 class Rotary:
@@ -67,32 +64,51 @@ class Linear(nn.Module):
     Args:
         outputs: size of each projection by its name in the checkpoint, in the order of its rows.
         split: whether each rank has only a part of every projection's outputs.
+        quantization: None for a weight in the model's dtype.
+        first_input: place of the first input among those of all ranks.
     """
 
     def __init__(
-        self, outputs: dict[str, int], input_size: int, bias: bool = False, *, split: bool = False
+        self,
+        outputs: dict[str, int],
+        input_size: int,
+        bias: bool = False,
+        *,
+        split: bool = False,
+        quantization: QuantizationConfig | None = None,
+        first_input: int = 0,
     ) -> None:
         super().__init__()
         self._outputs = outputs
         self._split = 0 if split else None
-        size = sum(outputs.values())
-        self.weight = make_parameter(size, input_size)
-        self.bias = make_parameter(size) if bias else None
+        self.matrix = Matrix(
+            list(outputs.values()),
+            input_size,
+            quantization,
+            is_split=split,
+            first_input=first_input,
+        )
+        self.bias = make_parameter(sum(outputs.values())) if bias else None
+
+    @property
+    def weight(self) -> Weight:
+        """The fused weight, ``[sum of outputs, input_size]``."""
+        return self.matrix.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[tokens, input_size]`` to ``[tokens, sum of outputs]``."""
         return linear(x, self.weight, self.bias)
 
     def prepare_weights(self) -> None:
-        self.weight = nn.Parameter(pack_weight(self.weight), requires_grad=False)
+        self.matrix.prepare_weights()
 
     def list_tensors(self) -> NamedPlaces:
-        for kind, parameter in (("weight", self.weight), ("bias", self.bias)):
-            if parameter is not None:
-                stop = 0
-                for name, size in self._outputs.items():
-                    start, stop = stop, stop + size
-                    yield f"{name}.{kind}", WeightDestination(parameter[start:stop], self._split)
+        stop = 0
+        for name, size in self._outputs.items():
+            start, stop = stop, stop + size
+            yield f"{name}.weight", self.matrix.place_rows(start, stop, self._split)
+            if self.bias is not None:
+                yield f"{name}.bias", WeightDestination(self.bias[start:stop], self._split)
 
 
 class ReducedLinear(Linear):
@@ -100,9 +116,21 @@ class ReducedLinear(Linear):
     results are summed."""
 
     def __init__(
-        self, name: str, output_size: int, input_size: int, bias: bool, tp: TensorParallel
+        self,
+        name: str,
+        output_size: int,
+        input_size: int,
+        bias: bool,
+        tp: TensorParallel,
+        quantization: QuantizationConfig | None = None,
     ) -> None:
-        super().__init__({name: output_size}, input_size, bias)
+        super().__init__(
+            {name: output_size},
+            input_size,
+            bias,
+            quantization=quantization,
+            first_input=tp.rank * input_size,
+        )
         self._name, self._tp = name, tp
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -119,7 +147,7 @@ class ReducedLinear(Linear):
         super().prepare_weights()
 
     def list_tensors(self) -> NamedPlaces:
-        yield f"{self._name}.weight", WeightDestination(self.weight, 1)
+        yield f"{self._name}.weight", self.matrix.place_rows(0, None, 1)
         if self.bias is not None:
             yield f"{self._name}.bias", WeightDestination(self.bias)
 
@@ -194,8 +222,11 @@ class Attention(AttentionLayer):
         q_size, kv_size = self._heads * self._head_dim, self._kv_heads * self._head_dim
         qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         inputs = config.hidden_size if input_size is None else input_size
-        self.qkv = Linear(qkv, inputs, config.attention_bias, split=True)
-        self.output = ReducedLinear("o_proj", config.hidden_size, q_size, config.output_bias, tp)
+        quantization = config.quantization
+        self.qkv = Linear(qkv, inputs, config.attention_bias, split=True, quantization=quantization)
+        self.output = ReducedLinear(
+            "o_proj", config.hidden_size, q_size, config.output_bias, tp, quantization
+        )
         self._eps = config.rms_norm_eps
         self.q_norm = self.k_norm = None
         if config.qk_norm:
@@ -270,8 +301,9 @@ class GatedMLP(MLP):
         super().__init__()
         size = config.intermediate_size if size is None else size
         gate_up = {"gate_proj": size, "up_proj": size}
-        self.gate_up = Linear(gate_up, config.hidden_size, config.mlp_bias, split=True)
-        self.down = ReducedLinear("down_proj", config.hidden_size, size, config.mlp_bias, tp)
+        hidden, bias, quantization = config.hidden_size, config.mlp_bias, config.quantization
+        self.gate_up = Linear(gate_up, hidden, bias, split=True, quantization=quantization)
+        self.down = ReducedLinear("down_proj", hidden, size, bias, tp, quantization)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down.forward(gate_up_silu(x, self.gate_up.weight, self.gate_up.bias))
@@ -300,25 +332,34 @@ PLAIN_NAMES = ExpertNames()
 class Experts(nn.Module):
     """The gated MLPs of a mixture. Each rank has a part of every expert."""
 
-    def __init__(self, config: ModelConfig, names: ExpertNames = PLAIN_NAMES) -> None:
+    def __init__(
+        self, config: ModelConfig, tp: TensorParallel, names: ExpertNames = PLAIN_NAMES
+    ) -> None:
         super().__init__()
-        self._names = names
-        experts, hidden, size = config.num_experts, config.hidden_size, config.intermediate_size
-        self.gate_up = make_parameter(experts, 2 * size, hidden)
-        self.down = make_parameter(experts, hidden, size)
+        self._names, self._count = names, config.num_experts
+        hidden, self._size = config.hidden_size, config.intermediate_size
+        both, quantization = [self._size] * 2, config.quantization
+        self.gate_up = Matrix(both, hidden, quantization, stack=self._count, is_split=True)
+        first = tp.rank * self._size
+        self.down = Matrix([hidden], self._size, quantization, stack=self._count, first_input=first)
 
     def compute_part(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     ) -> torch.Tensor:
         """Compute this rank's summand of :func:`pd.kernels.moe.moe_mlp`."""
-        return moe_mlp(x, weights, ids, self.gate_up, self.down)
+        return moe_mlp(x, weights, ids, self.gate_up.weight, self.down.weight)
+
+    def prepare_weights(self) -> None:
+        self.gate_up.prepare_weights()
+        self.down.prepare_weights()
 
     def list_tensors(self) -> NamedPlaces:
-        for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
-            gate, up = gate_up.chunk(2)
-            yield f"experts.{expert}.{self._names.gate}.weight", WeightDestination(gate, 0)
-            yield f"experts.{expert}.{self._names.up}.weight", WeightDestination(up, 0)
-            yield f"experts.{expert}.{self._names.down}.weight", WeightDestination(down, 1)
+        names, size, place = self._names, self._size, self.gate_up.place_rows
+        for index in range(self._count):
+            expert = f"experts.{index}"
+            yield f"{expert}.{names.gate}.weight", place(0, size, 0, index)
+            yield f"{expert}.{names.up}.weight", place(size, 2 * size, 0, index)
+            yield f"{expert}.{names.down}.weight", self.down.place_rows(0, None, 1, index)
 
 
 class SparseMoE(MLP):
@@ -337,7 +378,7 @@ class SparseMoE(MLP):
         self.checkpoint_name = names.mlp
         self._top_k, self._normalize = config.num_experts_per_tok, config.norm_topk_prob
         self.router = Linear({"gate": config.num_experts}, config.hidden_size)
-        self.experts = Experts(config, names)
+        self.experts = Experts(config, tp, names)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, ids = route_tokens(self.router(x), self._top_k, self._normalize)

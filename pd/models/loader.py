@@ -17,9 +17,18 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from pd.core.errors import UsageError
+from pd.kernels.fp8 import FP8, saturate
 from pd.models.causal_lm import EMBEDDING, HEAD
 from pd.models.checkpoint import INDEX, find_checkpoint
 from pd.models.registry import find_architecture
+from pd.models.scales import (
+    NO_SCALES,
+    Scales,
+    find_weight,
+    is_scale,
+    is_unused,
+    quantize_whole,
+)
 from pd.models.tensor_parallel import SINGLE, TensorParallel, WeightDestination
 from pd.util.output import unwrap_stream
 
@@ -28,13 +37,17 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pd.models.causal_lm import CausalLM
-    from pd.models.config import ModelConfig
+    from pd.models.config import ModelConfig, QuantizationConfig
 
 # Rotary frequencies in older checkpoints. We compute them instead.
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"
 # Dummy weights repeat a block of this many normal numbers, because drawing 8 billion numbers one by
 # one would take minutes. It is a prime, so no two rows of a matrix are alike.
 _DUMMY_BLOCK = 4_194_301
+# Standard deviation of dummy weights in fp8 before they are scaled, and the scale of their inputs,
+# which are rarely above 6.
+_FP8_STD = 112.0
+_FP8_INPUT_SCALE = 6.0 / 448.0
 
 
 class _LazyTensor(Protocol):
@@ -93,7 +106,7 @@ def load_model(
     ignored = tuple(f"model.layers.{layer}." for layer in ends)
 
     def is_known(name: str, stored: Stored, shard: Path) -> bool:
-        if name.startswith(ignored):
+        if name.startswith(ignored) or (config.quantization is not None and is_unused(name)):
             return True
         if name != HEAD or not tied:
             return False
@@ -102,8 +115,15 @@ def load_model(
 
     # NOTE: prepare_weights() frees weights as it goes, so nothing else may refer to their memory by
     # then.
-    places = dict(model.list_tensors())
-    fill_weights(places, path, load_format, seed, progress, tp, is_known)
+    places, scales = dict(model.list_tensors()), NO_SCALES
+    quantization = config.quantization
+    if quantization is not None and not quantization.at_load and load_format != "dummy":
+        scales = _read_scales(find_checkpoint(path), places, quantization)
+        for name, place in places.items():
+            if place.fp8 is not None and scales.find_scale(name) is None:
+                place.fp8.make_plain()
+        places = dict(model.list_tensors())
+    fill_weights(places, path, load_format, seed, progress, tp, is_known, scales=scales)
     del places
     model.prepare_weights()
     return model.eval()
@@ -118,6 +138,7 @@ def fill_weights(
     tp: TensorParallel,
     is_known: Callable[[str, Stored, Path], bool],
     canonical: Callable[[str], str] = str,
+    scales: Scales = NO_SCALES,
 ) -> None:
     """Fill every place from a checkpoint, or with dummy weights. See :func:`load_model` for the
     other arguments.
@@ -127,9 +148,11 @@ def fill_weights(
         is_known: called with the name of each other tensor, the open file and its path. Returns
             whether the checkpoint may hold that tensor.
         canonical: maps a name in the checkpoint to a name among ``places``.
+        scales: scales of fp8 weights. Weights without them are quantized here if their place is in
+            fp8.
 
     Raises:
-        UsageError: a tensor is missing, misshaped, quantized or unknown.
+        UsageError: a tensor is missing, misshaped, quantized in an unsupported way or unknown.
     """
     bar = tqdm(
         total=sum(place.memory.nbytes for place in places.values()),
@@ -144,7 +167,21 @@ def fill_weights(
         if load_format == "dummy":
             _fill_dummy(places, tp, seed, bar)
         else:
-            _read_checkpoint(find_checkpoint(path), places, tp, bar, is_known, canonical)
+            _read_checkpoint(find_checkpoint(path), places, tp, bar, is_known, canonical, scales)
+
+
+def _read_scales(
+    directory: Path, weights: dict[str, WeightDestination], quantization: QuantizationConfig
+) -> Scales:
+    """Read the scales of these weights. They are small, so we have all of them before we read the
+    first weight."""
+    tensors = {}
+    for shard in list_shards(directory):
+        with open_shard(shard) as stored:
+            for name in stored.keys():  # noqa: SIM118
+                if is_scale(name) and find_weight(name) in weights:
+                    tensors[name] = stored.get_tensor(name)
+    return Scales(tensors, quantization.in_blocks, quantization.has_input_scales)
 
 
 def _read_checkpoint(
@@ -154,6 +191,7 @@ def _read_checkpoint(
     bar: tqdm,
     is_known: Callable[[str, Stored, Path], bool],
     canonical: Callable[[str], str],
+    scales: Scales,
 ) -> None:
     """Fill every place, opening one shard at a time and copying one tensor at a time."""
     missing = set(places)
@@ -163,10 +201,14 @@ def _read_checkpoint(
             for name in stored.keys():  # noqa: SIM118
                 key = canonical(name)
                 if key in missing:
-                    _copy_tensor(stored, places[key], tp, name, shard)
+                    _copy_tensor(stored, places[key], tp, name, shard, scales)
                     missing.discard(key)
                     bar.update(places[key].memory.nbytes)
-                elif not is_known(name, stored, shard) and not name.endswith(_IGNORED_SUFFIX):
+                elif (
+                    not scales.has_tensor(name)
+                    and not is_known(name, stored, shard)
+                    and not name.endswith(_IGNORED_SUFFIX)
+                ):
                     what = "a second time" if key in places else "which the model lacks"
                     raise UsageError(f"{shard} holds tensor {name}, {what}")
     if missing:
@@ -175,16 +217,33 @@ def _read_checkpoint(
 
 
 def _copy_tensor(
-    stored: Stored, place: WeightDestination, tp: TensorParallel, name: str, shard: Path
+    stored: Stored,
+    place: WeightDestination,
+    tp: TensorParallel,
+    name: str,
+    shard: Path,
+    scales: Scales,
 ) -> None:
     whole = stored.get_slice(name)
     shape, expected = list(whole.get_shape()), place.whole_shape(tp)
     if shape != expected:
         raise UsageError(f"{shard}: tensor {name} is {shape}, config.json makes it {expected}")
-    part = stored.get_tensor(name) if place.split is None else whole[place.slice_part(tp)]
-    if not part.is_floating_point() or part.element_size() < 2:
-        raise UsageError(f"{shard}: tensor {name} is {part.dtype}; quantized weights are refused")
-    place.memory.copy_(part)
+    scale = scales.find_scale(name)
+    is_whole = place.split is None or (place.fp8 is not None and scale is None)
+    part = stored.get_tensor(name) if is_whole else whole[place.slice_part(tp)]
+    if scale is not None and part.dtype == FP8:
+        scales.copy_quantized(place, tp, part, scale)
+    elif not part.is_floating_point() or part.element_size() < 2:
+        raise UsageError(
+            f"{shard}: tensor {name} is {part.dtype} without a scale and a quantization_config in "
+            "config.json; see docs/models.md for supported formats"
+        )
+    elif scale is not None:
+        raise UsageError(f"{shard}: tensor {name} is {part.dtype} but has {scale.name}")
+    elif place.fp8 is not None:
+        quantize_whole(place, tp, part)
+    else:
+        place.memory.copy_(part)
 
 
 def _check_tied(head: torch.Tensor, directory: Path) -> None:
@@ -255,6 +314,11 @@ def _fill_dummy(
             shape = place.whole_shape(tp)
             scale = 0.02 if len(shape) == 1 else shape[-1] ** -0.5
             scale = embedding_scale if name == EMBEDDING else scale
+            if place.fp8 is not None:
+                place.fp8.scales.fill_(scale / _FP8_STD)
+                if place.fp8.input_scale is not None:
+                    place.fp8.input_scale.fill_(_FP8_INPUT_SCALE)
+                scale = _FP8_STD
             _fill_normal(place, tp, scale, f"{seed}/{name}")
         bar.update(place.memory.nbytes)
 
@@ -266,17 +330,18 @@ def _fill_normal(place: WeightDestination, tp: TensorParallel, std: float, key: 
     memory, (rows, *columns) = place.memory, place.whole_shape(tp)
     width = math.prod(columns)
     block = torch.empty(min(rows * width, _DUMMY_BLOCK), dtype=torch.float32)
-    block = block.normal_(std=std, generator=generator).to(memory.dtype).to(memory.device)
-    if place.split != 1:
-        first = place.slice_part(tp)[0].start
-        _repeat_block(block, first * width, memory.view(-1))
+    block.normal_(std=std, generator=generator)
+    block = (saturate(block) if memory.dtype == FP8 else block.to(memory.dtype)).to(memory.device)
+    start = place.slice_part(tp)[0].start
+    if place.split != 1 and memory.is_contiguous():
+        _repeat_block(block, start * width, memory.view(-1))
         return
     # The columns of a rank are not adjacent, so we make some whole rows at a time.
     mine, step = place.slice_part(tp)[1], -(-len(block) // width)
-    scratch = memory.new_empty(min(step, rows), width)
-    for first in range(0, rows, step):
-        some = scratch[: min(step, rows - first)]
-        _repeat_block(block, first * width, some.view(-1))
+    scratch = memory.new_empty(min(step, len(memory)), width)
+    for first in range(0, len(memory), step):
+        some = scratch[: min(step, len(memory) - first)]
+        _repeat_block(block, (start + first) * width, some.view(-1))
         memory[first : first + step] = some[:, mine]
 
 

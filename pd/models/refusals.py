@@ -27,8 +27,6 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
 # relatives of our architectures, whose checkpoints are labelled like ours.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu", "swish", None),
-    "quantization_config": (None,),
-    "compression_config": (None,),
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
     "logit_softcapping": (None,),

@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
 
@@ -48,6 +50,24 @@ class TensorParallel:
 SINGLE = TensorParallel()
 
 
+class Fp8Destination(NamedTuple):
+    """The memory for the scales of a tensor in fp8.
+
+    Attributes:
+        scales: float32 ``[ceil(outputs / rows), groups]``, of this rank's part.
+        rows: outputs that share a scale.
+        input_scale: float32 ``[1]``, the largest scale of the inputs so far; None if the checkpoint
+            has none.
+        make_plain: allocates memory in the model's dtype instead, also for tensors fused with this
+            one. All destinations have to be listed again afterwards.
+    """
+
+    scales: torch.Tensor
+    rows: int
+    input_scale: torch.Tensor | None
+    make_plain: Callable[[], None]
+
+
 class WeightDestination(NamedTuple):
     """The memory to read a tensor of the checkpoint into.
 
@@ -55,10 +75,12 @@ class WeightDestination(NamedTuple):
         memory: this rank's part of the tensor.
         split: dimension along which the ranks divide the tensor into equal parts, in their order;
             None if every rank has all of it.
+        fp8: memory for its scales if it is in fp8.
     """
 
     memory: torch.Tensor
     split: int | None = None
+    fp8: Fp8Destination | None = None
 
     def whole_shape(self, tp: TensorParallel) -> list[int]:
         """Return the shape of the tensor in the checkpoint."""

@@ -160,7 +160,7 @@ def test_kimi_k2_is_an_architecture_of_deepseek_v3() -> None:
         (V3, {"n_group": 64, "topk_group": 1}, "topk_group 1 leaves 4 experts"),
         (V3, {"qk_rope_head_dim": 63}, "qk_rope_head_dim 63 is odd"),
         (GLM, {"mlp_layer_types": ["sparse", "dense"]}, "mlp_layer_types = ['sparse', 'dense']"),
-        (V3, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        (V3, {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
     ],
 )
 def test_unsupported_settings_are_named(
@@ -188,7 +188,7 @@ def test_layers_for_drafts_are_ignored_and_others_are_not(tmp_path: Path) -> Non
     model = load_model(path, config, dtype=torch.bfloat16, device="cpu")
     router = model.layers[1].mlp.router  # type: ignore[union-attr]
     assert router.weight.dtype == router.bias.dtype == torch.float32  # type: ignore[union-attr]
-    assert model.layers[1].mlp.experts.down.dtype == torch.bfloat16  # type: ignore[union-attr]
+    assert model.layers[1].mlp.experts.down.values.dtype == torch.bfloat16  # type: ignore[union-attr]
     save_file({**weights, "model.layers.4.enorm.weight": torch.ones(64)}, file)
     with pytest.raises(UsageError, match=r"model.layers.4.enorm.weight, which the model lacks"):
         load_model(path, config, dtype=torch.float32, device="cpu")

@@ -211,7 +211,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers = [0]"),
     ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
-    ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ("llama", {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
     ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
     ("llama", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
     ("llama", {"attention_sinks": True}, "attention_sinks"),

@@ -14,7 +14,7 @@ from checkpoints import ARCHITECTURES, SHARDED, make_checkpoint
 from safetensors.torch import load_file, save_file
 
 from pd.core.errors import UsageError
-from pd.models import causal_lm, layers, loader
+from pd.models import causal_lm, loader, matrix
 from pd.models.config_reader import read_model_config
 from pd.models.loader import load_model
 from pd.models.tensor_parallel import SINGLE, WeightDestination
@@ -116,8 +116,8 @@ class TestMemory:
             return wrapper
 
         monkeypatch.setattr(loader, "_copy_tensor", measured(loader._copy_tensor))
-        for module in (layers, causal_lm):
-            monkeypatch.setattr(module, "pack_weight", measured(layers.pack_weight))
+        for module in (matrix, causal_lm):
+            monkeypatch.setattr(module, "pack_weight", measured(matrix.pack_weight))
         before = anonymous_memory()
         model = load(path)
         sizes = [parameter.numel() * 4 for parameter in model.parameters()]
