@@ -29,7 +29,7 @@ differ.
 |---|---|---|---|---|
 """
 TAIL = """
-Weights are float32, bfloat16 or float16; quantized checkpoints are refused. Every architecture
+Weights are float32, bfloat16, float16 or, on a CPU, [fp8](#fp8). Every architecture
 works with the prefix cache, chunked and mixed prefill, speculation, retraction, `--kv-digest`,
 every transfer backend, unequal page sizes and `--tp-size`.
 
@@ -39,6 +39,36 @@ layers that such checkpoints have for drafts (MTP).
 
 Rope types: {rope}. `yarn` stretches the context to `factor` times the original one. `dynamic`
 changes nothing, because it acts only after `max_position_embeddings` tokens.
+
+## fp8
+
+A node with `--device cpu` serves checkpoints whose weights are in fp8 (`float8_e4m3fn`). GPUs
+refuse them, because pd has no fp8 kernels for GPUs yet. These formats are known by
+`quantization_config` in `config.json`:
+
+| `quant_method` | scales of weights | scales of inputs |
+|---|---|---|
+| `fp8` with `weight_block_size` | per block of 128 by 128 | per token and 128 inputs |
+| `fp8` | per weight or row | per token, or `static` |
+| `compressed-tensors` | `tensor`, `channel`, `block` | `token`, `group`, or static `tensor` |
+| `modelopt`, also in `hf_quant_config.json` | per weight or row | static, or per token |
+
+The first one is that of DeepSeek and Qwen3. With `scale_fmt: ue8m0` its scales are powers of two.
+
+Other formats are refused by name, and so are dynamic scales for all tokens of a step, because a
+token would depend on its neighbours. A weight is quantized if the checkpoint holds a scale for it,
+so lists such as `ignore` and `modules_to_not_convert` are not read. With `--load-format dummy`
+there are no scales, and we quantize every linear layer except routers, `kv_b_proj` and the head. We
+ignore `k_scale` and `v_scale`, because our KV cache is not in fp8.
+
+`--quantization fp8` converts a checkpoint that is not quantized: each row of a weight and each
+token gets a scale. A checkpoint in fp8 stays as it is. The nodes of a pair need the same setting;
+otherwise the proxy does not pair them, and names the difference.
+
+A CPU computes with the weights in float32, so fp8 saves no memory there. Inputs are still rounded
+to fp8, so the answers are those of the format.
+
+## Everything else
 
 A setting that changes results and is not implemented is refused with its name, for example
 `sliding_window`. [extending.md](extending.md#a-model) says how to add an architecture.

@@ -88,6 +88,12 @@ def add_arguments(parser: argparse.ArgumentParser, role: str) -> None:
         "dummy: random weights from config.json alone",
         choices=choices.LOAD_FORMATS,
     )
+    add(
+        "--quantization",
+        "fp8: convert weights to fp8 when they are loaded (default: %(default)s, as the checkpoint "
+        "has them)",
+        choices=choices.QUANTIZATIONS,
+    )
     add("--seed", "seed of dummy weights", type=int)
     add_number("--context-length", "limit of prompt and output in tokens (default: the model's)")
     add(

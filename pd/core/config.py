@@ -15,6 +15,7 @@ PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64)
 # Choices of the flags, defined here because we reject a wrong one before we load anything.
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
+QUANTIZATIONS = ("auto", "fp8")
 SCHEDULE_POLICIES = ("lpm", "fcfs", "lof", "dfs-weight", "priority")
 EVICTION_POLICIES = ("lru", "lfu", "fifo", "slru", "priority")
 ATTENTION_BACKENDS = ("auto", "torch", "triton", "flashinfer")
@@ -96,6 +97,8 @@ class NodeConfig:
         message_endpoint: where proxies connect, such as ``ipc://PATH``. Without it, we bind a free
             TCP port of ``host``. It is no flag, because only our own processes choose it.
         bootstrap_port: 0 picks a free port. Proxies learn it from the node and tell its peers.
+        quantization: auto keeps the weights as the checkpoint has them; fp8 quantizes them when we
+            load them.
         kv_cache_tokens: size of the KV cache; overrides ``mem_fraction``.
         drain_timeout: seconds for running requests after SIGTERM.
         retraction_host_memory, grammar_memory, grammar_cache: sizes in bytes.
@@ -115,6 +118,7 @@ class NodeConfig:
     device: str = "auto"
     dtype: str = "auto"
     load_format: str = "auto"
+    quantization: str = "auto"
     seed: int = 0
     tp_size: int = 1
     page_size: int = 16

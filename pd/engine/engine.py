@@ -27,6 +27,7 @@ from pd.engine.tensor_parallel.leader import Leader, LeadingRunner
 from pd.kernels.attention import find_attention_backend
 from pd.models.config_reader import read_model_config
 from pd.models.loader import load_model
+from pd.models.quantization_reader import quantize_at_load
 from pd.models.tensor_parallel import SINGLE, TensorParallel
 
 if TYPE_CHECKING:
@@ -219,7 +220,7 @@ class Engine:
         extra_memory: ExtraMemory,
         extra_planes: Sequence[Plane],
     ) -> Engine:
-        model_config = read_model_config(config.model)
+        model_config = quantize_at_load(read_model_config(config.model), config.quantization)
         for problem in model_config.eos_problems if tp.rank == 0 else ():
             logger.warning("%s: %s", config.model_name, problem)
         device = find_rank_device(config, tp.rank)

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from pd.core.errors import UsageError
+from pd.core.errors import UnsupportedModelError, UsageError
 from pd.kernels.fp8 import FP8, saturate
 from pd.models.causal_lm import EMBEDDING, HEAD
 from pd.models.checkpoint import INDEX, find_checkpoint
@@ -91,7 +91,13 @@ def load_model(
     Raises:
         UsageError: the weights are missing or do not match ``config`` (names the tensor), or
             ``tp.size`` ranks cannot divide them.
+        UnsupportedModelError: the weights are in fp8 and the device is a GPU.
     """
+    if config.quantization is not None and torch.device(device).type != "cpu":
+        raise UnsupportedModelError(
+            f"{path}: weights in fp8 need --device cpu, not {device}, because pd has no fp8 "
+            "kernels for GPUs"
+        )
     with torch.device(device):
         previous = torch.get_default_dtype()
         torch.set_default_dtype(dtype)

@@ -52,6 +52,7 @@ _PROXY_SETTINGS = {"tokenizer", "tool_call_parser", "reasoning_parser", "split_s
 _CHOICES = {
     "dtype": choices.DTYPES,
     "load_format": choices.LOAD_FORMATS,
+    "quantization": choices.QUANTIZATIONS,
     "generation_config": choices.GENERATION_CONFIGS,
     "schedule_policy": choices.SCHEDULE_POLICIES,
     "eviction_policy": choices.EVICTION_POLICIES,
@@ -74,7 +75,6 @@ _UNSUPPORTED = {
     "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
     "data_parallel_size": 1,
-    "quantization": None,
     "kv_cache_dtype": "auto",
     "enable_prefix_caching": True,
     "enable_lora": False,

@@ -11,8 +11,9 @@ import pytest
 from checkpoints import write_tokenizer
 from tiny import tiny_model
 
-from pd.core.config import NodeConfig
+from pd.core.config import QUANTIZATIONS, NodeConfig
 from pd.core.node_info import Identity
+from pd.engine.engine import Engine
 from pd.engine.identity import build_identity, digest_identity
 from pd.models.checkpoint import hash_weights
 from pd.models.config_reader import read_model_config
@@ -188,6 +189,23 @@ def test_flags_that_decide_answers_are_named(model: Path) -> None:
         assert {n for n in plain if plain[n] != other[n]} == {name}
     same = identity(model, page_size=4, context_length=99, tp_size=2, kv_cache_tokens=77)
     assert same == plain
+
+
+def test_a_node_that_quantizes_its_weights_is_another(model: Path) -> None:
+    """Nodes of a pair must compute with the same weights."""
+    settings: dict[str, Any] = {"load_format": "dummy", "device": "cpu", "kv_cache_tokens": 64}
+    plain, fp8 = (
+        Engine.build(NodeConfig(role="unified", model=model, quantization=name, **settings))
+        for name in QUANTIZATIONS
+    )
+    assert plain.model_id != fp8.model_id
+    differing = {n for n, value in fp8.identity.items() if plain.identity.get(n) != value}
+    assert differing == {
+        "quantization.in_blocks",
+        "quantization.has_input_scales",
+        "quantization.rounds_scales",
+        "quantization.at_load",
+    }
 
 
 def test_equal_files_in_another_directory_are_the_same(model: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     ("arguments", "message"),
     [
         ({"tensor_parallel_size": 2}, "LLM: tensor_parallel_size=2 is not supported.*give 1"),
-        ({"quantization": "awq"}, "quantization='awq' is not supported"),
+        ({"quantization": "awq"}, "quantization='awq' is unknown; give one of auto, fp8"),
         ({"enable_lora": True}, "enable_lora=True"),
         ({"enable_prefix_caching": False}, "enable_prefix_caching=False"),
         ({"swap_space": 4}, "unsupported argument swap_space=4"),
@@ -95,11 +95,12 @@ def test_names_of_vllm_become_ours(tmp_path: Path) -> None:
             "tensor_parallel_size": 1,
             "speculative_config": {"method": "ngram", "num_speculative_tokens": 5},
             "generation_config": "vllm",
-            "quantization": None,
+            "quantization": "fp8",
         },
     )
     node = settings.node
     assert (node.role, node.model, node.dtype) == ("unified", EMBEDDED_MODEL, "float16")
+    assert node.quantization == "fp8"
     assert (node.context_length, node.mem_fraction, node.page_size) == (512, 0.5, 32)
     assert (node.max_running_requests, node.chunked_prefill_size) == (8, 256)
     assert (node.cuda_graph_batch_sizes, node.seed, node.generation_config) == ((0,), 3, "none")
