@@ -94,6 +94,8 @@ _SPECIFIC: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 ARCHITECTURES = tuple(_SPECIFIC)
+# With multi-head latent attention: their heads' sizes have names of their own.
+LATENT = tuple(name for name, (_, specific) in _SPECIFIC.items() if "kv_lora_rank" in specific)
 # Written in several files with an index, and with two end-of-sequence ids.
 SHARDED = ("llama3", "qwen3_moe")
 TWO_EOS = ("llama3", "qwen3")

@@ -400,7 +400,7 @@ def test_tokens_of_batches_are_the_same(
         settings |= {"kv_cache_tokens": 512, "reserved_decode_tokens": 1}
     with cluster_of(kind, **settings, **(DRAFTERS | TREE)[drafter]) as cluster:
         decoding = cluster.nodes[-1]
-        for turn in range(10):
+        for turn in range(40):
             given_up = turn % 5 if aborts == "some" else None
             found = together(cluster, tokens, given_up)
             for ours, theirs in zip(found, expected, strict=True):

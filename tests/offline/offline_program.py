@@ -82,7 +82,8 @@ def interrupt() -> None:
     except KeyboardInterrupt:
         say("interrupted", RUN_DELAY.measure_growth(began))
     wait_idle(llm)
-    (output,) = llm.generate("The prefill node", use_tqdm=False)
+    sampling = SamplingParams(max_tokens=16, ignore_eos=True)
+    (output,) = llm.generate("The prefill node", sampling, use_tqdm=False)
     say("answered", len(output.outputs[0].token_ids))
 
     def kill_engine(**_: object) -> Bar:

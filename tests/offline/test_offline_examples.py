@@ -115,7 +115,7 @@ def test_programs_of_the_documentation_print_what_it_shows(
     printed = capsys.readouterr().out
     assert f"$ python batch.py\n{printed}" in text
     exec(compile(program, "offline.md", "exec"), {})
-    assert "It is the colocated baseline." in capsys.readouterr().out
+    assert "We use it as the baseline." in capsys.readouterr().out
 
 
 @pytest.mark.full
