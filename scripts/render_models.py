@@ -37,6 +37,10 @@ A model with latent attention (MLA) keeps one row per token and layer instead of
 `--tp-size`, every rank has all rows: they travel once and are written to every rank. We ignore the
 layers that such checkpoints have for drafts (MTP).
 
+Mistral, Mixtral and Qwen checkpoints may have sliding windows, in all layers or in some. They need
+`triton`, which `auto` then chooses on a GPU, or `torch`; `flashinfer` is refused. The cache keeps
+all tokens, even those that no window reaches any more.
+
 Rope types: {rope}. `yarn` stretches the context to `factor` times the original one. `dynamic`
 changes nothing, because it acts only after `max_position_embeddings` tokens.
 
@@ -71,7 +75,7 @@ to fp8, so the answers are those of the format.
 ## Everything else
 
 A setting that changes results and is not implemented is refused with its name, for example
-`sliding_window`. [extending.md](extending.md#a-model) says how to add an architecture.
+`attn_logit_softcapping`. [extending.md](extending.md#a-model) says how to add an architecture.
 """
 
 

@@ -12,6 +12,7 @@ import torch
 from pd.kernels.attention import AttentionBatch, LatentShape
 from pd.kernels.attention.torch_backend import TorchAttention
 from pd.kernels.attention.torch_draft import TorchDraft
+from pd.kernels.attention.windows import LayerWindows
 from pd.kernels.kv_store import store_kv
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ class Case:
         adjacent: bool = False,
         trees: Sequence[np.ndarray | None] | None = None,
         latent: LatentShape | None = None,
+        windows: Sequence[int] = (),
+        sinks: bool = False,
     ) -> None:
         """Place the sequences in pages.
 
@@ -62,11 +65,14 @@ class Case:
             shapes: (tokens in the pool, new tokens) of each sequence.
             trees: as in :class:`AttentionBatch`.
             latent: of rows with one vector; ``k`` and ``v`` are then the same.
+            windows: number of keys that tokens see in each layer; 0 for all.
+            sinks: whether heads have sinks.
         """
         random = np.random.default_rng(seed)
         generator = torch.Generator().manual_seed(seed)
         self.shapes, self.group, self.page_size = shapes, group, page_size
         self.head_dim, self.trees, self.latent = head_dim, trees, latent
+        self.windows = tuple(windows)
         self.value_dim = head_dim if latent is None else latent.value_dim
         self.scale = head_dim**-0.5 if latent is None else latent.scale
         sizes = [-(-(start + length) // page_size) for start, length in shapes]
@@ -90,6 +96,9 @@ class Case:
         )
         if latent is not None:
             self.v = self.k
+        self.sinks = None
+        if sinks:
+            self.sinks = torch.randn(kv_heads * group, generator=generator).to(device) + 1
 
     @property
     def batch(self) -> AttentionBatch:
@@ -118,14 +127,20 @@ class Case:
         return out
 
     def expected_row(self, q: torch.Tensor, layer: int, slots: torch.Tensor) -> torch.Tensor:
-        """Attend with one token's ``q``, ``[heads, head_dim]``, to the keys in ``slots``."""
+        """Attend with one token's ``q``, ``[heads, head_dim]``, to the keys in ``slots``, or the
+        last ones in the layer's window."""
+        window = self.windows[layer] if self.windows else 0
+        slots = slots[-window:] if window else slots
         out = torch.empty(len(q), self.value_dim, dtype=torch.float64)
         keys = self.pool.get_keys(layer)[slots].double()
         values = self.pool.get_values(layer)[slots].double()
         for head in range(len(q)):
             shared = head // self.group
             scores = keys[:, shared] @ q[head].double() * self.scale
-            out[head] = scores.softmax(0) @ values[:, shared, : self.value_dim]
+            if self.sinks is not None:
+                scores = torch.cat((scores, self.sinks[head : head + 1].double()))
+            weights = scores.softmax(0)[: len(slots)]
+            out[head] = weights @ values[:, shared, : self.value_dim]
         return out
 
     def attend(self, backend: AttentionBackend, layer: int = 1) -> torch.Tensor:
@@ -135,7 +150,7 @@ class Case:
             self.pool.get_keys(layer), self.pool.get_values(layer), backend.slots, self.k, self.v
         )
         with poisoned_memory():
-            return backend.attend(layer, self.q, self.k, self.v[..., : self.value_dim])
+            return backend.attend(layer, self.q, self.k, self.v[..., : self.value_dim], self.sinks)
 
     def pool_copy(self) -> Pool:
         """Copy the pool to float32 on the CPU."""
@@ -146,10 +161,11 @@ class Case:
         :meth:`expected`."""
         pool = self.pool_copy()
         q, k, v = (x.float().cpu() for x in (self.q, self.k, self.v))
-        backend = TorchAttention(pool, self.q.shape[1], self.latent)
+        backend = TorchAttention(pool, self.q.shape[1], self.latent, self.windows)
         backend.plan(self.batch)
         store_kv(pool.get_keys(layer), pool.get_values(layer), backend.slots, k, v)
-        return backend.attend(layer, q, k, v[..., : self.value_dim])
+        sinks = None if self.sinks is None else self.sinks.cpu()
+        return backend.attend(layer, q, k, v[..., : self.value_dim], sinks)
 
     def spoil(self, value: float = float("nan")) -> None:
         """Fill every slot that no sequence has."""
@@ -207,7 +223,7 @@ class DraftStep:
             self.v = self.k
 
     def visible(self, row: int) -> np.ndarray:
-        """Return the positions that a row sees, ascending."""
+        """Return the positions that a row sees in a layer without a window, ascending."""
         base, mask = int(self.bases[row]), int(self.masks[row])
         return np.array([*range(base), *(base + bit for bit in range(64) if mask >> bit & 1)])
 
@@ -244,11 +260,14 @@ class DraftStep:
         )
         store_kv(keys, pool.get_values(layer), graph.slots, k, v)
         with poisoned_memory():
-            return graph.attend(layer, q, k, v[..., : self.case.value_dim])
+            sinks = None if self.case.sinks is None else self.case.sinks.to(q.device)
+            return graph.attend(layer, q, k, v[..., : self.case.value_dim], sinks)
 
     def reference(self) -> torch.Tensor:
         """Compute with the torch backend in float32 on the CPU."""
-        graph = TorchDraft(self.case.pool_copy(), len(self.sequences), self.case.latent)
+        case = self.case
+        windows = LayerWindows(case.windows)
+        graph = TorchDraft(case.pool_copy(), len(self.sequences), case.latent, windows)
         graph.plan(self.limits, self.pages)
         return self.attend(graph)
 

@@ -42,7 +42,8 @@ def make_runner(
     pool = KVPool(layout, num_tokens // page_size, device)
     latent = find_latent_shape(config)
     backend, last = (
-        make_attention_backend(attention, pool, config.num_heads, latent) for _ in range(2)
+        make_attention_backend(attention, pool, config.num_heads, latent, config.windows)
+        for _ in range(2)
     )
     runner = ModelRunner(model, pool, backend, last)
     if last_alone:

@@ -63,5 +63,5 @@ def make_runner(path: Path, tp: TensorParallel, **settings: Any) -> ModelRunner:
     layout = KVLayout((model.config.make_plane("float32"),), page_size=16)
     pool = KVPool(layout, 128, "cpu")
     latent = find_latent_shape(config)
-    attention = make_attention_backend("auto", pool, model.config.num_heads, latent)
+    attention = make_attention_backend("auto", pool, model.config.num_heads, latent, config.windows)
     return ModelRunner(model, pool, attention)

@@ -74,6 +74,7 @@ class DraftModel:
             DTYPES[dtype],
             own.head_dim,
             latent=own.latent is not None,
+            windows=own.needs_windows,
         )
         model = load_model(
             path,

@@ -235,6 +235,7 @@ class Engine:
             DTYPES[dtype],
             model_config.head_dim,
             latent=model_config.latent is not None,
+            windows=model_config.needs_windows,
         )
         head_shape = read_head_config(config, model_config)
         planes = [] if head_shape is None else [make_head_plane(head_shape, dtype)]

@@ -79,8 +79,15 @@ class LazyAttention(PlannedAttention):
             backend.plan(batch)
         return self._backend.slots
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return self._backend.attend(layer, q, k, v)
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self._backend.attend(layer, q, k, v, sinks)
 
 
 def hide_tokens(attention: PlannedAttention, rows: torch.Tensor) -> None:
@@ -184,9 +191,10 @@ class ModelRunner:
     ) -> ModelRunner:
         """Make a runner with a backend of this class. With ``prompts`` it gets a second backend,
         for the wanted tokens in the last layer."""
-        heads, latent = model.config.num_heads, find_latent_shape(model.config)
-        last = attention(pool, heads, latent) if prompts else None
-        return cls(model, pool, attention(pool, heads, latent), last, eagle)
+        config = model.config
+        shape = config.num_heads, find_latent_shape(config), config.windows
+        last = attention(pool, *shape) if prompts else None
+        return cls(model, pool, attention(pool, *shape), last, eagle)
 
     @property
     def takes_unread(self) -> bool:

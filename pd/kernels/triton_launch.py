@@ -38,7 +38,7 @@ class Pointer(Protocol):
     def data_ptr(self) -> int: ...
 
 
-Argument: TypeAlias = Pointer | TensorDescriptor | int | float
+Argument: TypeAlias = Pointer | TensorDescriptor | int | float | None
 
 
 class CompiledKernel(Protocol):
@@ -102,7 +102,7 @@ def launch_kernel(
 
     Args:
         args: the kernel's arguments up to the first ``tl.constexpr``: tensors or other pointers,
-            descriptors of tensors, and numbers.
+            descriptors of tensors, numbers, and None for a tensor that is missing.
         overlaps: False if no later kernel may begin before this one ends. Ignored for kernels
             without the argument ``PDL``, which is set here.
         settings: all other arguments by name, and Triton's own, such as ``num_warps``.
@@ -125,7 +125,7 @@ def launch_kernel(
 
 
 _COMPILED: dict[tuple[object, ...], CompiledKernel] = {}
-_AS_THEY_ARE = (int, float, TensorDescriptor)
+_AS_THEY_ARE = (int, float, TensorDescriptor, type(None))
 
 
 def _describe_argument(x: Argument) -> object:
@@ -134,6 +134,8 @@ def _describe_argument(x: Argument) -> object:
         return type(x), x == 1, x % 16 == 0, -(1 << 31) <= x < 1 << 31, x < 1 << 63
     if isinstance(x, TensorDescriptor):
         return x.base.dtype, *x.block_shape
+    if x is None:
+        return None
     return float if isinstance(x, float) else (x.dtype, x.data_ptr() % 16 == 0)
 
 

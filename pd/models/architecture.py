@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+from pd.models.window_reader import refuse_windows
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -57,10 +59,10 @@ class Architecture:
         """
         return config
 
-    def uses_window(self, cfg: Settings) -> bool:
-        """Whether a ``sliding_window`` smaller than the context is in use. We refuse models that
-        use one."""
-        return True
+    def read_windows(self, cfg: Settings) -> tuple[int, ...]:
+        """Read the sliding window of each layer with a function of
+        :mod:`pd.models.window_reader`. By default a window is refused."""
+        return refuse_windows(cfg)
 
     def make_model(self, config: ModelConfig, tp: TensorParallel) -> CausalLM:
         """Build one rank's part of the model, with empty weights.

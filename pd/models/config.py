@@ -135,6 +135,9 @@ class ModelConfig:
         attention_bias: whether the q, k and v projections have biases.
         output_bias: whether the projection after attention has a bias.
         qk_norm: whether q and k are RMS-normalized per head before the rotation.
+        windows: number of keys that a token sees in each layer, the last ones before it and its
+            own; 0 for all. Empty if all layers see everything.
+        attention_sinks: whether a learned score of each head joins its softmax without a value.
         num_experts: experts of a layer; 0 in a dense model.
         norm_topk_prob: whether the chosen experts' weights are scaled to sum to 1.
         router: float32 router of DeepSeek's models; None for a softmax in the model's dtype.
@@ -166,6 +169,8 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    windows: tuple[int, ...] = ()
+    attention_sinks: bool = False
     num_experts: int = 0
     num_experts_per_tok: int = 0
     norm_topk_prob: bool = True
@@ -200,6 +205,11 @@ class ModelConfig:
     def rotary_dim(self) -> int:
         """Size of the part of a head that the rotary embedding turns."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def needs_windows(self) -> bool:
+        """Whether the attention backend must have windows and sinks."""
+        return bool(self.windows) or self.attention_sinks
 
     def make_plane(self, dtype: DType) -> Plane:
         """Make the plane of the KV pool for this model, with the heads of all ranks."""

@@ -61,7 +61,7 @@ def parse_model_config(
     model_type = find_model_type(raw)
     architecture = find_architecture(model_type)
     cfg = {**architecture.defaults, **raw}
-    check_supported(architecture, cfg)
+    check_supported(cfg, architecture.implemented, architecture.neutral)
     heads = get_positive_int(cfg, "num_attention_heads")
     hidden = get_positive_int(cfg, "hidden_size")
     dtype = cfg.get("dtype") or cfg.get("torch_dtype")
@@ -82,6 +82,7 @@ def parse_model_config(
         context_length=read_context_length(cfg),
         rms_norm_eps=get_number(cfg, "rms_norm_eps", 1e-6),
         rope=read_rope(cfg),
+        windows=architecture.read_windows(cfg),
         tie_word_embeddings=bool(cfg.get("tie_word_embeddings", False)),
         num_experts=_read_num_experts(cfg) if architecture.has_experts else 0,
         num_experts_per_tok=(

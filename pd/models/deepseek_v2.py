@@ -9,7 +9,7 @@ from pd.models.architecture import Architecture
 from pd.models.config import LatentConfig, RouterConfig
 from pd.models.refusals import refuse_setting
 from pd.models.rope_reader import read_score_scale
-from pd.models.settings import get_number, get_positive_int, get_positive_int_or
+from pd.models.settings import get_count, get_number, get_positive_int, get_positive_int_or
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -88,7 +88,7 @@ def adapt_deepseek_config(config: ModelConfig, cfg: Settings) -> ModelConfig:
     if config.num_kv_heads != config.num_heads:
         refuse_setting("num_key_value_heads", config.num_kv_heads)
     bias = bool(cfg.get("attention_bias"))
-    num_dense = min(_get_count(cfg, "first_k_dense_replace"), config.num_layers)
+    num_dense = min(get_count(cfg, "first_k_dense_replace"), config.num_layers)
     return dataclasses.replace(
         config,
         latent=latent,
@@ -96,10 +96,10 @@ def adapt_deepseek_config(config: ModelConfig, cfg: Settings) -> ModelConfig:
         head_dim=latent.row_dim,
         attention_bias=bias,
         output_bias=bias,
-        num_shared_experts=_get_count(cfg, "n_shared_experts"),
+        num_shared_experts=get_count(cfg, "n_shared_experts"),
         num_dense_layers=num_dense,
         dense_size=get_positive_int(cfg, "intermediate_size") if num_dense else 0,
-        num_draft_layers=_get_count(cfg, "num_nextn_predict_layers"),
+        num_draft_layers=get_count(cfg, "num_nextn_predict_layers"),
     )
 
 
@@ -125,8 +125,3 @@ def make_deepseek_model(config: ModelConfig, tp: TensorParallel) -> CausalLM:
         return GroupedMoE(config, tp)
 
     return CausalLM(config, tp, make_attention=LatentAttention, make_mlp=make_mlp)
-
-
-def _get_count(cfg: Settings, key: str) -> int:
-    """Return a number that may be 0, absent or null."""
-    return get_positive_int(cfg, key) if cfg.get(key) else 0

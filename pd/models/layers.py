@@ -227,6 +227,10 @@ class Attention(AttentionLayer):
         self.output = ReducedLinear(
             "o_proj", config.hidden_size, q_size, config.output_bias, tp, quantization
         )
+        self.sinks = None
+        if config.attention_sinks:
+            sinks = torch.empty(self._heads, dtype=torch.float32)
+            self.sinks = nn.Parameter(sinks, requires_grad=False)
         self._eps = config.rms_norm_eps
         self.q_norm = self.k_norm = None
         if config.qk_norm:
@@ -261,7 +265,7 @@ class Attention(AttentionLayer):
             attention = attention.last
             q, k, v = (x.index_select(0, rows) for x in (q, k, v))
             rows = None
-        attended = attention.attend(self._layer, q, k, v).flatten(1)
+        attended = attention.attend(self._layer, q, k, v, self.sinks).flatten(1)
         return self.output.forward(attended if rows is None else attended.index_select(0, rows))
 
     def list_tensors(self) -> NamedPlaces:
@@ -270,6 +274,8 @@ class Attention(AttentionLayer):
         if self.q_norm is not None and self.k_norm is not None:
             yield from add_prefix("q_norm", self.q_norm.list_tensors())
             yield from add_prefix("k_norm", self.k_norm.list_tensors())
+        if self.sinks is not None:
+            yield "sinks", WeightDestination(self.sinks, 0)
 
 
 class MLP(nn.Module):

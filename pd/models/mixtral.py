@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from pd.models.architecture import Architecture
+from pd.models.window_reader import read_common_window
 
 if TYPE_CHECKING:
     from pd.models.causal_lm import CausalLM
@@ -25,6 +26,9 @@ class Mixtral(Architecture):
         "num_experts_per_tok": 2,
     }
     has_experts = True
+
+    def read_windows(self, cfg: Settings) -> tuple[int, ...]:
+        return read_common_window(cfg)
 
     def make_model(self, config: ModelConfig, tp: TensorParallel) -> CausalLM:
         from pd.models.causal_lm import CausalLM

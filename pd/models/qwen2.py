@@ -6,7 +6,8 @@ import dataclasses
 from typing import TYPE_CHECKING, ClassVar
 
 from pd.models.architecture import Architecture
-from pd.models.settings import get_positive_int
+from pd.models.settings import get_count, get_positive_int
+from pd.models.window_reader import read_layer_windows
 
 if TYPE_CHECKING:
     from pd.models.config import ModelConfig
@@ -22,14 +23,19 @@ class Qwen2(Architecture):
     def adapt_config(self, config: ModelConfig, cfg: Settings) -> ModelConfig:
         return dataclasses.replace(config, attention_bias=True)
 
-    def uses_window(self, cfg: Settings) -> bool:
-        return dense_qwen_uses_window(cfg)
+    def read_windows(self, cfg: Settings) -> tuple[int, ...]:
+        return read_dense_qwen_windows(cfg)
 
 
-def dense_qwen_uses_window(cfg: Settings) -> bool:
-    """Whether a dense Qwen uses its ``sliding_window``. With ``use_sliding_window``, layers from
-    ``max_window_layers`` on do. ``layer_types`` overrides that and is checked elsewhere."""
-    if not cfg.get("use_sliding_window") or cfg.get("layer_types"):
-        return False
-    first = cfg.get("max_window_layers", 28)
-    return not isinstance(first, int) or first < get_positive_int(cfg, "num_hidden_layers")
+def read_dense_qwen_windows(cfg: Settings) -> tuple[int, ...]:
+    """Read the windows of a dense Qwen. It uses them only with ``use_sliding_window``: in layers
+    from ``max_window_layers`` on, if the file does not list ``layer_types``."""
+    used = cfg if cfg.get("use_sliding_window") else {**cfg, "sliding_window": None}
+    num_layers = get_positive_int(cfg, "num_hidden_layers")
+    full = num_layers
+    if used.get("sliding_window") is not None:
+        full = get_count(cfg, "max_window_layers", 28)
+    kinds = [
+        "full_attention" if layer < full else "sliding_attention" for layer in range(num_layers)
+    ]
+    return read_layer_windows(used, kinds)

@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, ClassVar
 
 from pd.models.architecture import Architecture
-from pd.models.qwen2 import dense_qwen_uses_window
+from pd.models.qwen2 import read_dense_qwen_windows
 
 if TYPE_CHECKING:
     from pd.models.config import ModelConfig
@@ -23,5 +23,5 @@ class Qwen3(Architecture):
         bias = bool(cfg.get("attention_bias"))
         return dataclasses.replace(config, qk_norm=True, attention_bias=bias, output_bias=bias)
 
-    def uses_window(self, cfg: Settings) -> bool:
-        return dense_qwen_uses_window(cfg)
+    def read_windows(self, cfg: Settings) -> tuple[int, ...]:
+        return read_dense_qwen_windows(cfg)

@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, ClassVar
 
 from pd.models.qwen3 import Qwen3
+from pd.models.window_reader import read_common_window
 
 if TYPE_CHECKING:
     from pd.models.config import ModelConfig
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Qwen3Moe(Qwen3):
-    """It uses a window whenever ``use_sliding_window`` is set."""
+    """All layers have the window if ``use_sliding_window`` is set."""
 
     default_eos = None
     defaults: ClassVar[Settings] = {
@@ -28,5 +29,7 @@ class Qwen3Moe(Qwen3):
         normalized = bool(cfg.get("norm_topk_prob", False))
         return dataclasses.replace(super().adapt_config(config, cfg), norm_topk_prob=normalized)
 
-    def uses_window(self, cfg: Settings) -> bool:
-        return bool(cfg.get("use_sliding_window"))
+    def read_windows(self, cfg: Settings) -> tuple[int, ...]:
+        if not cfg.get("use_sliding_window"):
+            cfg = {**cfg, "sliding_window": None}
+        return read_common_window(cfg)

@@ -6,12 +6,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NoReturn
 
 from pd.core.errors import UnsupportedModelError
-from pd.models.settings import get_positive_int
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
-    from pd.models.architecture import Architecture
     from pd.models.settings import Settings
 
 # Implemented rope types, and the numbers that each needs.
@@ -64,17 +62,18 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 
 
-def check_supported(architecture: Architecture, cfg: Settings) -> None:
+def check_supported(
+    cfg: Settings, implemented: Collection[str], neutral: Mapping[str, tuple[object, ...]]
+) -> None:
     """Raise UnsupportedModelError for the first setting that is not implemented. The message has
     its name and value.
 
     Args:
-        architecture: its ``uses_window`` decides whether ``sliding_window`` matters.
+        implemented, neutral: of the :class:`pd.models.architecture.Architecture`.
     """
-    neutral = {k: v for k, v in _NEUTRAL.items() if k not in architecture.implemented}
-    check_neutral(cfg, {**neutral, **architecture.neutral})
+    common = {k: v for k, v in _NEUTRAL.items() if k not in implemented}
+    check_neutral(cfg, {**common, **neutral})
     _check_rope(cfg)
-    _check_window(architecture, cfg)
 
 
 def check_neutral(
@@ -137,16 +136,3 @@ def _describe_scaling(rope: object) -> dict[str, object]:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     numbers = {k: v for k, v in rope.items() if k not in ("rope_type", "type", "rope_theta")}
     return {"rope_type": kind, **numbers}
-
-
-def _check_window(architecture: Architecture, cfg: Settings) -> None:
-    """A sliding window matters where it is in use and smaller than the context."""
-    layer_types = cfg.get("layer_types") or []
-    kinds = layer_types if isinstance(layer_types, list) else [layer_types]
-    if any(kind != "full_attention" for kind in kinds):
-        refuse_setting("layer_types", sorted(set(map(str, kinds))))
-    window = cfg.get("sliding_window")
-    if window is None or not architecture.uses_window(cfg):
-        return
-    if not isinstance(window, int) or window < get_positive_int(cfg, "max_position_embeddings"):
-        refuse_setting("sliding_window", window)

@@ -44,6 +44,15 @@ def get_positive_int_or(cfg: Settings, key: str, default: int) -> int:
     return get_positive_int({key: cfg.get(key) or default}, key)
 
 
+def get_count(cfg: Settings, key: str, default: int = 0) -> int:
+    """Return ``cfg[key]``, or ``default`` if the key is absent or null. Raises UsageError unless it
+    is an integer of at least 0."""
+    value = default if cfg.get(key) is None else cfg[key]
+    if not isinstance(value, int) or value < 0:
+        raise UsageError(f"config.json: {key} must be a number of at least 0, not {value!r}")
+    return int(value)
+
+
 def get_number(cfg: Settings, key: str, default: float = 0.0) -> float:
     """Return ``cfg[key]``, or ``default`` if the key is absent or null. Raises UsageError unless it
     is a number."""

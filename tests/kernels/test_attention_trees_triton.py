@@ -85,7 +85,7 @@ class TestEager:
         case = make_case(step, SHAPES[1], torch.float16)
         backend = TritonAttention(case.pool, case.q.shape[1])
         assert_right(case.attend(backend), case.reference())
-        items = torch.cat([work.items for _, work, _ in backend._launches])
+        items = torch.cat([work.items for _, _, work, _ in backend._launches])
         assert int(items[items[:, 4] == 0, 1].sum()) == len(case.q), "every token once"
         # The masks of that step are not those of the next.
         case.trees = None

@@ -38,6 +38,7 @@ numbers = {"q_stride": "i32", "scale": "fp32"}
 shape = {"KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "PAGE_SIZE": 16, "NUM_FIELDS": 9, "ROWS": 16}
 shape |= {"MERGE_ROWS": 8, "MERGE_SPLITS": 8, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_D": 128}
 shape |= {"PRECISION": "tf32", "PDL": False, "VALUE_DIM": 128, "BLOCK_REST": 16}
+shape |= {"WINDOW": 0}
 latents = {"KV_HEADS": 1, "GROUP": 16, "HEAD_DIM": 576, "VALUE_DIM": 512, "BLOCK_D": 512}
 latents |= {"BLOCK_N": 32, "BLOCK_REST": 64}
 seen = ["masks", "bases", "token_positions"]
@@ -46,7 +47,11 @@ for count in range(len(seen) + 1):
     without = dict.fromkeys(seen[count:])
     attention = pool | {"arrivals": "*i32"} | given
     for each in (shape, shape | latents) if count in (0, 3) else (shape,):
-        compiled(triton_kernel.paged_attention, attention, numbers, each | without)
+        without_sinks = each | without | {"sinks": None}
+        compiled(triton_kernel.paged_attention, attention, numbers, without_sinks)
+    if count != 1:
+        windowed = shape | without | {"WINDOW": 100}
+        compiled(triton_kernel.paged_attention, attention | {"sinks": "*fp32"}, numbers, windowed)
 tokens = int64("slots places") | {"limits": "*i32", "firsts": "*i32", "tables": "*i32"}
 sizes = {"rows": "i32", "extra_slot": "i32"}
 block = {"PAGE_SIZE": 16, "BLOCK": 128, "PDL": False}
@@ -67,4 +72,4 @@ def test_kernels_of_drafts_compile() -> None:
         [sys.executable, "-c", PROGRAM], env=plain, capture_output=True, text=True, timeout=300
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
-    assert ran.stdout.split().count("paged_attention") == 6
+    assert ran.stdout.split().count("paged_attention") == 9

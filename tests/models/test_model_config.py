@@ -201,13 +201,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters"),
     ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "0.5"),
     ("llama", {"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
-    ("mistral", {"sliding_window": 1024}, "sliding_window = 1024"),
-    ("mixtral", {"sliding_window": 4095}, "sliding_window = 4095"),
     ("llama", {"sliding_window": 512}, "sliding_window = 512"),
-    ("qwen2", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2}, "64"),
-    ("qwen3", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 0}, "64"),
-    ("qwen3_moe", {"sliding_window": 64, "use_sliding_window": True}, "sliding_window = 64"),
+    ("mistral", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
     ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+    ("qwen3", {"layer_types": ["sliding_attention"] * 3, "sliding_window": 64}, "sliding_window"),
+    ("qwen3", {"layer_types": ["full_attention", "chunked_attention"] * 2}, "layer_types"),
+    ("qwen3", {"layer_types": ["full_attention", "chunked", "full_attention"]}, "'chunked'"),
     ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers = [0]"),
     ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
@@ -239,8 +238,36 @@ class TestRefusals:
     def test_mistral_without_a_window_key_has_one(self) -> None:
         raw = small("mistral", max_position_embeddings=32768)
         del raw["sliding_window"]
-        with pytest.raises(UnsupportedModelError, match="sliding_window = 4096"):
-            parse_model_config(raw)
+        assert parse_model_config(raw).windows == (4096,) * 3
+
+    @pytest.mark.parametrize(
+        ("model_type", "settings", "windows"),
+        [
+            ("mistral", {"sliding_window": 1024}, (1024,) * 3),
+            ("mixtral", {"sliding_window": 4095}, (4095,) * 3),
+            ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}, (0, 0, 64)),
+            ("qwen3", {"use_sliding_window": True, "max_window_layers": 0}, (64,) * 3),
+            ("qwen3_moe", {"use_sliding_window": True}, (64,) * 3),
+            (
+                "qwen3",
+                {
+                    "use_sliding_window": True,
+                    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+                },
+                (64, 0, 64),
+            ),
+        ],
+    )
+    def test_windows_by_layer(
+        self, model_type: str, settings: dict[str, Any], windows: tuple[int, ...]
+    ) -> None:
+        raw = small(model_type, **{"sliding_window": 64, **settings})
+        assert parse_model_config(raw).windows == windows
+
+    @pytest.mark.parametrize("window", [0, -1, "long", 2.5])
+    def test_windows_that_are_no_number_of_tokens(self, window: object) -> None:
+        with pytest.raises(UsageError, match="sliding_window must be a positive integer"):
+            parse_model_config(small("mistral", sliding_window=window))
 
     @pytest.mark.parametrize(
         ("model_type", "settings"),

@@ -98,8 +98,15 @@ class _Rows(PlannedAttention):
         self._attention.plan(AttentionBatch(starts, lengths, [*pages, *[extra] * missing]))
         self.slots = self._attention.slots
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return self._attention.attend(layer, q, k, v)
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self._attention.attend(layer, q, k, v, sinks)
 
 
 class _Decode(_Rows, DecodeAttention):
@@ -128,8 +135,14 @@ class _Mixed(_Rows, MixedAttention):
 class _TorchRows(TorchAttention):
     """The plain backend with graphs."""
 
-    def __init__(self, pool: PagedKV, num_heads: int, latent: LatentShape | None = None) -> None:
-        super().__init__(pool, num_heads, latent)
+    def __init__(
+        self,
+        pool: PagedKV,
+        num_heads: int,
+        latent: LatentShape | None = None,
+        windows: SequenceOf[int] = (),
+    ) -> None:
+        super().__init__(pool, num_heads, latent, windows)
         self._heads = num_heads
 
     def make_decode_graph(self, rows: int, max_context: int) -> DecodeAttention:

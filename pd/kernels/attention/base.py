@@ -107,7 +107,14 @@ class PlannedAttention(ABC):
     last: PlannedAttention | None = None
 
     @abstractmethod
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Attend to everything that each token sees.
 
         Args:
@@ -115,6 +122,8 @@ class PlannedAttention(ABC):
                 last two dimensions are contiguous, so you can pass a slice of fused projections.
             k, v: keys and values of the new tokens, ``[tokens, kv_heads, head_dim]``, likewise;
                 already in the pool.
+            sinks: scores without values that join the softmax, one for each head: float32
+                ``[heads]``; None for none.
 
         Returns:
             ``[tokens, heads, head_dim]``, contiguous: softmax(q·kᵀ / √head_dim)·v. With a
@@ -285,12 +294,19 @@ class AttentionBackend(PlannedAttention):
     scratch_bytes = 0
 
     @abstractmethod
-    def __init__(self, pool: PagedKV, num_heads: int, latent: LatentShape | None = None) -> None:
+    def __init__(
+        self,
+        pool: PagedKV,
+        num_heads: int,
+        latent: LatentShape | None = None,
+        windows: Sequence[int] = (),
+    ) -> None:
         """Set up the backend.
 
         Args:
             num_heads: query heads of the model, a multiple of the pool's heads.
             latent: set if the pool has rows of latents instead of K and V.
+            windows: as in :class:`pd.kernels.attention.windows.LayerWindows`.
         """
 
     @abstractmethod

@@ -8,6 +8,8 @@ from pd.kernels.attention.flashinfer_backend import FlashInferAttention
 from pd.kernels.attention.triton_backend import TritonAttention
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pd.kernels.attention.base import (
         DecodeAttention,
         DraftAttention,
@@ -26,8 +28,14 @@ class FastestAttention(FlashInferAttention):
 
     name = "flashinfer+triton"
 
-    def __init__(self, pool: PagedKV, num_heads: int, latent: LatentShape | None = None) -> None:
-        super().__init__(pool, num_heads, latent)
+    def __init__(
+        self,
+        pool: PagedKV,
+        num_heads: int,
+        latent: LatentShape | None = None,
+        windows: Sequence[int] = (),
+    ) -> None:
+        super().__init__(pool, num_heads, latent, windows)
         self._triton = TritonAttention(pool, num_heads)
 
     def make_decode_graph(self, rows: int, max_context: int) -> DecodeAttention:

@@ -41,6 +41,8 @@ from pd.kernels.attention.trees import find_trees
 from pd.kernels.attention.triton_backend import TritonAttention
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy.typing as npt
 
     from pd.kernels.attention.base import BoolArray, VerifyAttention
@@ -71,8 +73,14 @@ class FlashInferAttention(AttentionBackend):
 
     name = "flashinfer"
 
-    def __init__(self, pool: PagedKV, num_heads: int, latent: LatentShape | None = None) -> None:
-        assert latent is None, "the table of backends says so"
+    def __init__(
+        self,
+        pool: PagedKV,
+        num_heads: int,
+        latent: LatentShape | None = None,
+        windows: Sequence[int] = (),
+    ) -> None:
+        assert latent is None and not windows, "the table of backends says so"
         self.pool = pool
         self._resources = resources = FlashInferResources(pool, num_heads)
         _, kv_heads, head_dim = resources.heads
@@ -133,7 +141,15 @@ class FlashInferAttention(AttentionBackend):
         short[long[smallest[~fits]]] = True
         return short
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        assert sinks is None, "the table of backends says so"
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for part in self._parts:
             rows = part.rows

@@ -135,7 +135,15 @@ class FlashInferDecode(DecodeAttention):
         )
         self._copied.record(torch.cuda.current_stream(self._resources.device))
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        assert sinks is None, "the table of backends says so"
         return self._resources.attend(self._wrapper, layer, q)
 
 
@@ -193,7 +201,15 @@ class FlashInferChunk(ChunkAttention):
         )
         self._copied.record(torch.cuda.current_stream(self._resources.device))
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        assert sinks is None, "the table of backends says so"
         return self._resources.attend(self._wrapper, layer, q)
 
 

@@ -11,6 +11,8 @@ import torch
 from pd.core.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pd.kernels.attention.base import AttentionBackend, LatentShape, PagedKV
 
 
@@ -24,6 +26,7 @@ class ListedBackend(NamedTuple):
             everywhere.
         dtypes, head_dims: the supported ones; empty if all are.
         has_latents: whether it attends to rows of latents, too.
+        has_windows: whether it has sliding windows and sinks.
     """
 
     location: str
@@ -31,6 +34,7 @@ class ListedBackend(NamedTuple):
     dtypes: tuple[torch.dtype, ...] = ()
     head_dims: tuple[int, ...] = ()
     has_latents: bool = False
+    has_windows: bool = False
 
 
 # The best comes first. ``pd.core.config.ATTENTION_BACKENDS`` has the same names for the command
@@ -43,27 +47,39 @@ BACKENDS: dict[str, ListedBackend] = {
         head_dims=(64, 128, 256),
     ),
     "triton": ListedBackend(
-        "pd.kernels.attention.triton_backend:TritonAttention", library="triton", has_latents=True
+        "pd.kernels.attention.triton_backend:TritonAttention",
+        library="triton",
+        has_latents=True,
+        has_windows=True,
     ),
-    "torch": ListedBackend("pd.kernels.attention.torch_backend:TorchAttention", has_latents=True),
+    "torch": ListedBackend(
+        "pd.kernels.attention.torch_backend:TorchAttention", has_latents=True, has_windows=True
+    ),
 }
 # Chosen by ``auto`` if FlashInfer and Triton are both usable.
 _FASTEST = ListedBackend("pd.kernels.attention.fastest:FastestAttention")
 
 
 def find_attention_backend(
-    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, latent: bool = False
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    latent: bool = False,
+    windows: bool = False,
 ) -> type[AttentionBackend]:
     """Return the class called ``name``; ``auto`` picks the best that is available and fits.
 
     Args:
         latent: whether the pool has rows of latents.
+        windows: whether layers have sliding windows or sinks.
 
     Raises:
         UsageError: the backend is missing or does not fit; the message names alternatives.
     """
     obstacles = {
-        known: _find_obstacle(listed, device, dtype, head_dim, latent)
+        known: _find_obstacle(listed, device, dtype, head_dim, latent, windows)
         for known, listed in BACKENDS.items()
     }
     usable = [known for known, obstacle in obstacles.items() if not obstacle]
@@ -80,14 +96,23 @@ def find_attention_backend(
 
 
 def make_attention_backend(
-    name: str, pool: PagedKV, num_heads: int, latent: LatentShape | None = None
+    name: str,
+    pool: PagedKV,
+    num_heads: int,
+    latent: LatentShape | None = None,
+    windows: Sequence[int] = (),
 ) -> AttentionBackend:
     """Make the backend called ``name`` over ``pool``; see :func:`find_attention_backend`."""
     sample = pool.get_keys(0)
     backend = find_attention_backend(
-        name, sample.device, sample.dtype, sample.shape[-1], latent=latent is not None
+        name,
+        sample.device,
+        sample.dtype,
+        sample.shape[-1],
+        latent=latent is not None,
+        windows=bool(windows),
     )
-    return backend(pool, num_heads, latent)
+    return backend(pool, num_heads, latent, windows)
 
 
 def _load_backend(listed: ListedBackend) -> type[AttentionBackend]:
@@ -97,11 +122,18 @@ def _load_backend(listed: ListedBackend) -> type[AttentionBackend]:
 
 
 def _find_obstacle(
-    listed: ListedBackend, device: torch.device, dtype: torch.dtype, head_dim: int, latent: bool
+    listed: ListedBackend,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    latent: bool,
+    windows: bool,
 ) -> str:
     """Return why a backend cannot be used; an empty string if it can."""
     if latent and not listed.has_latents:
         return "it has no latent attention (MLA)"
+    if windows and not listed.has_windows:
+        return "it has no sliding windows or attention sinks"
     if not listed.library:
         return ""
     if device.type != "cuda":

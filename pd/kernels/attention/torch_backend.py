@@ -11,8 +11,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from pd.kernels.attention.base import AttentionBackend, AttentionBatch, LatentShape, PagedKV
 from pd.kernels.attention.page_tables import PageTables
+from pd.kernels.attention.sinks import attend_with_sinks
 from pd.kernels.attention.torch_draft import TorchDraft
 from pd.kernels.attention.trees import find_trees, pack_trees
+from pd.kernels.attention.windows import LayerWindows, keep_last
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,12 +39,13 @@ class _DecodeBucket:
     Attributes:
         rows: their rows among the step's tokens, or None if they are all of them in order.
         pages: int64 ``[sequences * pages per sequence]``.
-        mask: additive ``[sequences, 1, 1, padded length]``, or None if nothing is padded.
+        masks: for each window, additive ``[sequences, 1, 1, padded length]``, or None if nothing is
+            hidden.
     """
 
     rows: torch.Tensor | None
     pages: torch.Tensor
-    mask: torch.Tensor | None
+    masks: dict[int, torch.Tensor | None]
     size: int
 
 
@@ -51,14 +54,15 @@ class _Chunk:
     """Several new tokens of one sequence: rows ``[first, stop)``, context ``start``.
 
     Attributes:
-        tree: additive mask ``[tokens, start + tokens]`` of a tree.
+        trees: additive masks ``[tokens, start + tokens]`` of a tree, for each window; None for a
+            chain.
     """
 
     first: int
     stop: int
     start: int
     pages: torch.Tensor
-    tree: torch.Tensor | None = None
+    trees: dict[int, torch.Tensor] | None = None
 
 
 class TorchAttention(AttentionBackend):
@@ -70,8 +74,15 @@ class TorchAttention(AttentionBackend):
 
     name = "torch"
 
-    def __init__(self, pool: PagedKV, num_heads: int, latent: LatentShape | None = None) -> None:
+    def __init__(
+        self,
+        pool: PagedKV,
+        num_heads: int,
+        latent: LatentShape | None = None,
+        windows: Sequence[int] = (),
+    ) -> None:
         self.pool, self._latent = pool, latent
+        self._windows = LayerWindows(windows)
         self._scale = None if latent is None else latent.scale
         sample = pool.get_keys(0)
         self._device, self._dtype = sample.device, sample.dtype
@@ -79,7 +90,8 @@ class TorchAttention(AttentionBackend):
         self._stale: torch.Tensor | None = None
         self._buckets: list[_DecodeBucket] = []
         self._chunks: list[_Chunk] = []
-        self._causal: torch.Tensor | None = None
+        # Causal masks, for each window.
+        self._causal: dict[int, torch.Tensor] = {}
 
     def plan(self, batch: AttentionBatch) -> None:
         totals = batch.starts + batch.lengths
@@ -105,30 +117,36 @@ class TorchAttention(AttentionBackend):
             first, start, length = int(firsts[i]), int(batch.starts[i]), int(batch.lengths[i])
             pages = self._to_tensor(tables.get_table(i))
             stop = first + length
-            mask = self._make_tree_mask(start, masks[first:stop]) if tree[i] else None
-            self._chunks.append(_Chunk(first, stop, start, pages, mask))
-        self._causal = self._make_causal_mask(
-            [chunk for chunk in self._chunks if chunk.start and chunk.tree is None]
-        )
+            trees = self._make_tree_masks(start, masks[first:stop]) if tree[i] else None
+            self._chunks.append(_Chunk(first, stop, start, pages, trees))
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        window = self._windows.of_layer(layer)
         keys, values = self.pool.get_keys(layer), self.pool.get_values(layer)
         if self._stale is not None:
             keys.index_fill_(0, self._stale, 0)
             values.index_fill_(0, self._stale, 0)
         if len(self._buckets) == 1 and self._buckets[0].rows is None:
-            return self._attend_bucket(self._buckets[0], q, keys, values)
+            return self._attend_bucket(self._buckets[0], window, q, keys, values, sinks)
         out = q.new_empty(*q.shape[:2], v.shape[2])
         for bucket in self._buckets:
             assert bucket.rows is not None
-            attended = self._attend_bucket(bucket, q.index_select(0, bucket.rows), keys, values)
+            some = q.index_select(0, bucket.rows)
+            attended = self._attend_bucket(bucket, window, some, keys, values, sinks)
             out.index_copy_(0, bucket.rows, attended)
         for chunk in self._chunks:
-            self._attend_chunk(chunk, q, k, v, keys, values, out)
+            self._attend_chunk(chunk, window, q, k, v, keys, values, sinks, out)
         return out
 
     def make_draft_graph(self, rows: int, max_context: int) -> DraftAttention:
-        return TorchDraft(self.pool, rows, self._latent)
+        return TorchDraft(self.pool, rows, self._latent, self._windows)
 
     def _make_bucket(
         self,
@@ -140,21 +158,32 @@ class TorchAttention(AttentionBackend):
     ) -> _DecodeBucket:
         lengths, rows = totals[members], firsts[members]
         pages = tables.pad_tables(members)
-        mask = None
-        width = pages.shape[1] * tables.page_size
-        if int(lengths.min()) < width:
-            hidden = self._to_tensor(np.arange(width) >= lengths[:, None])
-            mask = _make_additive_mask(hidden, self._dtype)[:, None, None, :]
+        columns = np.arange(pages.shape[1] * tables.page_size)
+        masks: dict[int, torch.Tensor | None] = {}
+        for window in self._windows.kinds:
+            hidden = columns >= lengths[:, None]
+            if window:
+                hidden |= columns < lengths[:, None] - window
+            masks[window] = None
+            if hidden.any():
+                mask = _make_additive_mask(self._to_tensor(hidden), self._dtype)
+                masks[window] = mask[:, None, None, :]
         in_order = len(rows) == num_tokens and bool((rows[1:] > rows[:-1]).all())
         return _DecodeBucket(
             None if in_order else self._to_tensor(rows),
             self._to_tensor(pages.ravel()),
-            mask,
+            masks,
             len(rows),
         )
 
     def _attend_bucket(
-        self, bucket: _DecodeBucket, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+        self,
+        bucket: _DecodeBucket,
+        window: int,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attend a bucket; ``q`` is ``[sequences, heads, head_dim]``. We use the heads of a group
         as SDPA's query dimension: with one token per sequence they all see the same keys, and K and
@@ -165,82 +194,84 @@ class TorchAttention(AttentionBackend):
             x.view(bucket.size, -1, *x.shape[1:]).transpose(1, 2)
             for x in self._gather_kv(keys, values, bucket.pages)
         )
-        out = scaled_dot_product_attention(grouped, k, v, attn_mask=bucket.mask, scale=self._scale)
+        if sinks is not None:
+            sinks = sinks.view(kv_heads, -1, 1)
+        out = attend_with_sinks(grouped, k, v, bucket.masks[window], self._scale, sinks)
         return out.reshape(*q.shape[:2], -1)
 
     def _attend_chunk(
         self,
         chunk: _Chunk,
+        window: int,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
+        sinks: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
-        kv_heads, head_dim = k.shape[1:]
+        """Attend a chunk, and write its rows of ``out``."""
+        rows, length = slice(chunk.first, chunk.stop), chunk.stop - chunk.first
+        kv_heads = keys.shape[1]
         group = q.shape[1] // kv_heads
-        rows = slice(chunk.first, chunk.stop)
-        # [kv heads, group, tokens, head_dim]. The K and V of a group are views of the same memory.
-        query = q[rows].view(-1, kv_heads, group, head_dim).permute(1, 2, 0, 3)
+        query = q[rows].view(-1, kv_heads, group, q.shape[2]).permute(1, 2, 0, 3)
         result = out[rows].view(-1, kv_heads, group, out.shape[2]).permute(1, 2, 0, 3)
-        if chunk.start == 0 and chunk.tree is None:
+        if sinks is not None:
+            sinks = sinks.view(kv_heads, group, 1, 1)
+        hides = sinks is not None or 0 < window < length
+        if chunk.start == 0 and chunk.trees is None and not hides:
             k, v = _repeat_heads(k[rows], group), _repeat_heads(v[rows], group)
             result.copy_(
                 scaled_dot_product_attention(query, k, v, is_causal=True, scale=self._scale)
             )
             return
         k, v = (_repeat_heads(x, group) for x in self._gather_kv(keys, values, chunk.pages))
-        length = chunk.stop - chunk.first
-        if chunk.tree is not None:
+        if chunk.trees is not None:
             seen = chunk.start + length
-            result.copy_(
-                scaled_dot_product_attention(
-                    query,
-                    k[:, :, :seen],
-                    v[:, :, :seen],
-                    attn_mask=chunk.tree,
-                    scale=self._scale,
-                )
-            )
+            k, v = k[:, :, :seen], v[:, :, :seen]
+            mask = chunk.trees[window]
+            result.copy_(attend_with_sinks(query, k, v, mask, self._scale, sinks))
             return
-        assert self._causal is not None
         for first in range(0, length, QUERY_BLOCK):
             stop = min(first + QUERY_BLOCK, length)
-            seen = chunk.start + stop
+            begin, end = chunk.start + first, chunk.start + stop
+            low = max(0, begin - window + 1) if window else 0
+            causal = self._get_causal_mask(window, QUERY_BLOCK + begin - low)
             # In the shared mask, the last column that row i may see is i + width - QUERY_BLOCK.
-            left = self._causal.shape[1] - QUERY_BLOCK - chunk.start - first
-            mask = self._causal[: stop - first, left : left + seen]
+            left = causal.shape[1] - QUERY_BLOCK - begin
+            mask = causal[: stop - first, left + low : left + end]
             if mask.is_cuda:  # CUDA's kernels need a mask that begins at a multiple of 16 bytes
                 mask = mask.clone(memory_format=torch.contiguous_format)
-            result[:, :, first:stop] = scaled_dot_product_attention(
-                query[:, :, first:stop],
-                k[:, :, :seen],
-                v[:, :, :seen],
-                attn_mask=mask,
-                scale=self._scale,
+            part = slice(low, end)
+            result[:, :, first:stop] = attend_with_sinks(
+                query[:, :, first:stop], k[:, :, part], v[:, :, part], mask, self._scale, sinks
             )
 
-    def _make_tree_mask(self, start: int, masks: Int64Array) -> torch.Tensor:
-        """Make the additive mask of a tree; ``masks`` are those of its tokens."""
+    def _make_tree_masks(self, start: int, masks: Int64Array) -> dict[int, torch.Tensor]:
+        """Make the additive masks of a tree for each window; ``masks`` are those of its tokens."""
         tree = masks[:, None] >> np.arange(len(masks)) & 1
-        hidden = np.concatenate([np.zeros((len(masks), start), np.int64), 1 - tree], axis=1)
-        return _make_additive_mask(self._to_tensor(hidden == 1), self._dtype)
+        history = np.ones((len(masks), start), np.bool_)
+        seen = self._to_tensor(np.concatenate([history, tree == 1], axis=1))
+        return {
+            window: _make_additive_mask(~keep_last(seen, window), self._dtype)
+            for window in self._windows.kinds
+        }
 
-    def _make_causal_mask(self, chunks: Sequence[_Chunk]) -> torch.Tensor | None:
-        """Make one additive mask ``[QUERY_BLOCK, width]``. The mask of every block is a slice of
-        it."""
-        if not chunks:
-            return None
-        blocks = [-(-(chunk.stop - chunk.first) // QUERY_BLOCK) for chunk in chunks]
-        width = max(c.start + QUERY_BLOCK * n for c, n in zip(chunks, blocks, strict=True))
-        if self._causal is not None and self._causal.shape[1] >= width:
-            return self._causal
-        width = -(-width // 4096) * 4096
-        mask = torch.full(
-            (QUERY_BLOCK, width), float("-inf"), dtype=self._dtype, device=self._device
-        )
-        return mask.triu_(width - QUERY_BLOCK + 1)
+    def _get_causal_mask(self, window: int, width: int) -> torch.Tensor:
+        """Return the additive mask ``[QUERY_BLOCK, width or more]`` of a window. The mask of every
+        block is a slice of it."""
+        mask = self._causal.get(window)
+        if mask is None or mask.shape[1] < width:
+            width = -(-width // 4096) * 4096
+            shape = QUERY_BLOCK, width
+            mask = torch.full(shape, float("-inf"), dtype=self._dtype, device=self._device)
+            mask.triu_(width - QUERY_BLOCK + 1)
+            if window:
+                before = torch.full_like(mask, float("-inf"))
+                mask += before.tril_(width - QUERY_BLOCK - window)
+            self._causal[window] = mask
+        return mask
 
     def _gather_kv(
         self, keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor

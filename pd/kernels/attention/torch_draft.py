@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from pd.kernels.attention.base import DraftAttention, Int64Array, LatentShape, PagedKV
 from pd.kernels.attention.page_tables import extend_array, make_padded_tables
+from pd.kernels.attention.sinks import attend_with_sinks
 from pd.kernels.attention.trees import MAX_TREE
+from pd.kernels.attention.windows import ALL_KEYS, LayerWindows, keep_last
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,8 +25,14 @@ class TorchDraft(DraftAttention):
     It works on every device, but a CUDA graph would not see a new plan.
     """
 
-    def __init__(self, pool: PagedKV, rows: int, latent: LatentShape | None = None) -> None:
-        self.pool, self._latent = pool, latent
+    def __init__(
+        self,
+        pool: PagedKV,
+        rows: int,
+        latent: LatentShape | None = None,
+        windows: LayerWindows = ALL_KEYS,
+    ) -> None:
+        self.pool, self._latent, self._windows = pool, latent, windows
         self._rows = rows
         self._device = pool.get_keys(0).device
         self.slots, self.places, self.bases, self.masks = (
@@ -49,9 +56,16 @@ class TorchDraft(DraftAttention):
         pages = torch.where(inside, pages, self.pool.num_pages)
         self.slots.copy_(pages * size + places % size)
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         kv_heads, head_dim = k.shape[1:]
-        visible = self._find_visible()
+        visible = keep_last(self._find_visible(), self._windows.of_layer(layer))
         keys, values = (
             x.view(-1, self.pool.page_size, kv_heads, head_dim)[self._pages]
             .view(self._rows, -1, kv_heads, head_dim)
@@ -63,13 +77,11 @@ class TorchDraft(DraftAttention):
         scale = None
         if self._latent is not None:
             values, scale = keys[..., : self._latent.value_dim], self._latent.scale
-        out = scaled_dot_product_attention(
-            q.view(self._rows, kv_heads, -1, head_dim),
-            keys,
-            values,
-            attn_mask=visible[:, None, None, :],
-            scale=scale,
-        )
+        grouped = q.view(self._rows, kv_heads, -1, head_dim)
+        mask = torch.zeros_like(visible, dtype=q.dtype).masked_fill_(~visible, float("-inf"))
+        if sinks is not None:
+            sinks = sinks.view(kv_heads, -1, 1)
+        out = attend_with_sinks(grouped, keys, values, mask[:, None, None, :], scale, sinks)
         return out.reshape(*q.shape[:2], -1)
 
     def _find_visible(self) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from itertools import product
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -25,18 +26,31 @@ from pd.kernels.attention.triton_graphs import (
 )
 from pd.kernels.attention.triton_kernels import AttentionKernel, TileShape, TritonKernels
 from pd.kernels.attention.triton_work import AttentionWork, Tiles
+from pd.kernels.attention.windows import LayerWindows
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from pd.kernels.attention.base import LatentShape
     from pd.kernels.staging import Array
 
 
+class _Launch(NamedTuple):
+    """The work of one kernel in layers of one window; ``masks`` of trees."""
+
+    kernel: AttentionKernel
+    window: int
+    work: AttentionWork
+    masks: torch.Tensor | None
+
+
 class TritonAttention(AttentionBackend):
     """Attention with nothing but Triton. float32 is IEEE float32.
 
-    Single tokens, chunks and trees are three launches into one result. On a CPU it works with
+    Single tokens, chunks and trees are three launches into one result. Layers of another window
+    have other work. On a CPU it works with
     ``TRITON_INTERPRET=1``, for tests.
     """
 
@@ -47,6 +61,7 @@ class TritonAttention(AttentionBackend):
         pool: PagedKV,
         num_heads: int,
         latent: LatentShape | None = None,
+        windows: Sequence[int] = (),
         *,
         decode: TileShape | None = None,
         chunk: TileShape | None = None,
@@ -55,8 +70,9 @@ class TritonAttention(AttentionBackend):
         """``decode``, ``chunk``, ``tree``: tile shapes to measure; by default those for dtype and
         head size."""
         self.pool = pool
-        self.kernels = TritonKernels(pool, num_heads, latent, decode, chunk, tree)
-        self._launches: list[tuple[AttentionKernel, AttentionWork, torch.Tensor | None]] = []
+        self._windows = LayerWindows(windows)
+        self.kernels = TritonKernels(pool, num_heads, latent, decode, chunk, tree, self._windows)
+        self._launches: list[_Launch] = []
 
     def plan(self, batch: AttentionBatch) -> None:
         lengths = batch.lengths
@@ -74,7 +90,7 @@ class TritonAttention(AttentionBackend):
         slots = tables.find_slots(np.arange(len(rows)), batch.starts, lengths)
         arrays: list[Array] = [slots, tables.flat, masks]
         kernels = []
-        for kernel, members, trees in parts:
+        for (kernel, members, trees), window in product(parts, self._windows.kinds):
             chosen = np.flatnonzero(members)
             if len(chosen):
                 tiles = Tiles.cut_chunks(
@@ -84,21 +100,37 @@ class TritonAttention(AttentionBackend):
                     tables.offsets[chosen],
                     kernel.tile_tokens,
                     trees=trees,
+                    window=window,
                 )
                 work = kernel.policy.split_tiles(tiles)
-                kernels.append((kernel, trees))
+                kernels.append((kernel, window, trees))
                 arrays += [np.array([len(work)], np.int32), work]
         self.slots, self._tables, seen, *uploaded = self.kernels.staging.upload_arrays(arrays)
         works = zip(kernels, uploaded[::2], uploaded[1::2], strict=True)
         self._launches = [
-            (kernel, AttentionWork(number, items, len(items)), seen if trees else None)
-            for (kernel, trees), number, items in works
+            _Launch(
+                kernel, window, AttentionWork(number, items, len(items)), seen if trees else None
+            )
+            for (kernel, window, trees), number, items in works
         ]
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         out = self.kernels.chunk_kernel.allocate_result(q)
-        for kernel, work, masks in self._launches:
-            kernel.launch_work(layer, q, out, work, self._tables, masks)
+        window = self._windows.of_layer(layer)
+        for launch in self._launches:
+            if launch.window == window:
+                launch.kernel.launch_work(
+                    *(layer, q, out, launch.work, self._tables, launch.masks),
+                    window=window,
+                    sinks=sinks,
+                )
         return out
 
     def make_decode_graph(self, rows: int, max_context: int) -> DecodeAttention:

@@ -28,7 +28,7 @@ from pd.kernels.staging import count_packed_bytes
 from pd.kernels.triton_launch import launch_kernel
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from pd.kernels.attention.base import BoolArray, IntArray, PagedKV, UnreadStarts
     from pd.kernels.attention.triton_kernels import AttentionKernel, TritonKernels
@@ -91,22 +91,32 @@ class _FixedLaunches:
         """
         self._backend = backend
         self._kernels = [kernel for kernel, _ in kernels]
+        kinds = backend.windows.kinds
         self._capacities = [tiles + kernel.policy.max_slots for kernel, tiles in kernels]
+        self._capacities *= len(kinds)
         num_pages = sequences * count_needed_pages(max_context, backend.pool.page_size)
         largest = self._lay_out_arrays(
             [np.empty(rows, dtype) for dtype in row_dtypes],
-            [np.empty((0, FIELDS), np.int32) for _ in kernels],
+            [np.empty((0, FIELDS), np.int32) for _ in self._capacities],
             np.empty(num_pages, np.int32),
         )
         self._memory = backend.graph_memory(count_packed_bytes(largest))
 
     def plan_work(
-        self, row_arrays: Sequence[Array], tiles: Sequence[Tiles], tables: PageTables
+        self,
+        row_arrays: Sequence[Array],
+        cut_tiles: Callable[[int], Sequence[Tiles]],
+        tables: PageTables,
     ) -> list[torch.Tensor]:
-        """Upload the work of each kernel's ``tiles``, and return ``row_arrays`` on the device."""
+        """Upload the work, and return ``row_arrays`` on the device.
+
+        Args:
+            cut_tiles: returns the tiles of each kernel for layers of a window.
+        """
         works = [
             kernel.policy.split_tiles(part)
-            for kernel, part in zip(self._kernels, tiles, strict=True)
+            for window in self._backend.windows.kinds
+            for kernel, part in zip(self._kernels, cut_tiles(window), strict=True)
         ]
         arrays = self._lay_out_arrays(row_arrays, works, tables.flat)
         assert count_packed_bytes(arrays) <= len(self._memory), "more pages than max_context has"
@@ -120,20 +130,28 @@ class _FixedLaunches:
         self,
         layer: int,
         q: torch.Tensor,
+        sinks: torch.Tensor | None,
         masks: torch.Tensor | None = None,
         bases: torch.Tensor | None = None,
         token_positions: torch.Tensor | None = None,
         *,
         fills: bool = False,
     ) -> torch.Tensor:
-        """Do the planned work; ``masks``, ``bases`` and ``token_positions`` as in
+        """Do the planned work; ``sinks``, ``masks``, ``bases`` and ``token_positions`` as in
         :func:`~pd.kernels.attention.triton_kernel.paged_attention`. Rows without work are 0 if
         ``fills``, else undefined."""
         out = self._kernels[0].allocate_result(q)
         if fills:
             out.zero_()
-        for kernel, work in zip(self._kernels, self.works, strict=True):
-            kernel.launch_work(layer, q, out, work, self.tables, masks, bases, token_positions)
+        windows, count = self._backend.windows, len(self._kernels)
+        window = windows.of_layer(layer)
+        first = windows.kinds.index(window) * count
+        for kernel, work in zip(self._kernels, self.works[first : first + count], strict=True):
+            kernel.launch_work(
+                *(layer, q, out, work, self.tables, masks, bases, token_positions),
+                window=window,
+                sinks=sinks,
+            )
         return out
 
     def _lay_out_arrays(
@@ -160,11 +178,21 @@ class TritonDecode(DecodeAttention):
     def plan(self, starts: Int64Array, pages: Sequence[IntArray]) -> None:
         starts, tables = pad_decode(self.pool, self._rows, starts, pages)
         slots = tables.find_slots(np.arange(self._rows), starts, np.ones(self._rows, np.int64))
-        tiles = Tiles.make_single(starts, tables.offsets, starts + 1)
-        (self.slots,) = self._launch.plan_work([slots], [tiles], tables)
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return self._launch.attend_layer(layer, q)
+        def cut_tiles(window: int) -> list[Tiles]:
+            return [Tiles.make_single(starts, tables.offsets, starts + 1, window)]
+
+        (self.slots,) = self._launch.plan_work([slots], cut_tiles, tables)
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self._launch.attend_layer(layer, q, sinks)
 
 
 class TritonVerify(VerifyAttention):
@@ -204,9 +232,11 @@ class TritonVerify(VerifyAttention):
         slots = tables.find_slots(np.arange(len(starts)), starts, lengths)
         rows = np.cumsum(lengths) - lengths
         size = self._kernel.tile_tokens
-        tiles = Tiles.cut_chunks(
-            rows, starts, lengths, tables.offsets, size, trees=True, limits=later
-        )
+
+        def cut_tiles(window: int) -> list[Tiles]:
+            each = rows, starts, lengths, tables.offsets, size
+            return [Tiles.cut_chunks(*each, trees=True, limits=later, window=window)]
+
         bases = np.repeat(starts, lengths)
         places = bases + np.arange(len(bases)) - np.repeat(rows, lengths)
         arrays = [
@@ -214,15 +244,23 @@ class TritonVerify(VerifyAttention):
             *(np.repeat(each, lengths).astype(np.int32) for each in (ends, tables.offsets)),
         ]
         self.slots, self._masks, self._bases, self._places, limits, firsts = self._launch.plan_work(
-            arrays, [tiles], tables
+            arrays, cut_tiles, tables
         )
         if unread is not None:
             self._bases.add_(unread.by_row)
             self._places.add_(unread.by_row)
             fill_slots(self.pool, self.slots, self._places, limits, firsts, self._launch.tables)
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return self._launch.attend_layer(layer, q, self._masks, self._bases, self._places)
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        seen = self._masks, self._bases, self._places
+        return self._launch.attend_layer(layer, q, sinks, *seen)
 
 
 class TritonMixed(MixedAttention):
@@ -252,19 +290,28 @@ class TritonMixed(MixedAttention):
         tables = make_padded_tables(pool, pages, extend_array(starts + lengths, 1, 1))
         slots = tables.find_slots(np.arange(len(starts)), starts, lengths)
         rows = np.cumsum(lengths) - lengths
-        tiles = []
-        for members, size in ((lengths == 1, 1), (lengths > 1, self._chunk_tokens)):
-            chosen = np.flatnonzero(members)
-            offsets = tables.offsets[chosen]
-            tiles.append(
-                Tiles.cut_chunks(rows[chosen], starts[chosen], lengths[chosen], offsets, size)
-            )
-        slots = extend_array(slots, missing, pool.num_pages * pool.page_size)
-        (self.slots,) = self._launch.plan_work([slots], tiles, tables)
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        def cut_tiles(window: int) -> list[Tiles]:
+            tiles = []
+            for members, size in ((lengths == 1, 1), (lengths > 1, self._chunk_tokens)):
+                chosen = np.flatnonzero(members)
+                each = rows[chosen], starts[chosen], lengths[chosen], tables.offsets[chosen]
+                tiles.append(Tiles.cut_chunks(*each, size, window=window))
+            return tiles
+
+        slots = extend_array(slots, missing, pool.num_pages * pool.page_size)
+        (self.slots,) = self._launch.plan_work([slots], cut_tiles, tables)
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         # Padding must stay finite, because routers of experts choose by it.
-        return self._launch.attend_layer(layer, q, fills=True)
+        return self._launch.attend_layer(layer, q, sinks, fills=True)
 
 
 class TritonDraft(DraftAttention):
@@ -285,13 +332,24 @@ class TritonDraft(DraftAttention):
         assert missing >= 0, "more sequences than the graph has rows"
         ends = extend_array(limits, missing, 1)
         tables = make_padded_tables(self.pool, pages, ends)
-        tiles = Tiles.make_single(ends, tables.offsets, ends)
+
+        def cut_tiles(window: int) -> list[Tiles]:
+            # Only the device knows where the window begins.
+            return [Tiles.make_single(ends, tables.offsets, ends)]
+
         arrays = [ends.astype(np.int32), tables.offsets.astype(np.int32)]
-        self._limits, self._firsts = self._launch.plan_work(arrays, [tiles], tables)
+        self._limits, self._firsts = self._launch.plan_work(arrays, cut_tiles, tables)
 
     def locate_slots(self) -> None:
         tables = self._launch.tables
         fill_slots(self.pool, self.slots, self.places, self._limits, self._firsts, tables)
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return self._launch.attend_layer(layer, q, self.masks, self.bases)
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self._launch.attend_layer(layer, q, sinks, self.masks, self.bases)

@@ -31,6 +31,28 @@ def _is_visible(mask, offset):
 
 
 @triton.jit
+def _count_bits(mask):
+    """The number of bits set in an int64."""
+    x = mask.to(tl.uint64, bitcast=True)
+    x -= (x >> 1) & 0x5555555555555555
+    x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
+    x += x >> 8
+    x += x >> 16
+    x += x >> 32
+    return (x & 127).to(tl.int32)
+
+
+@triton.jit
+def _is_in_window(mask, offset, WINDOW: tl.constexpr):
+    """Whether the key at ``offset`` from the base of an int64 mask is among the last WINDOW that
+    the mask shows, if it shows that key."""
+    bit = tl.minimum(tl.maximum(offset, 0), 63)
+    later = mask.to(tl.uint64, bitcast=True) >> bit.to(tl.uint64)
+    return _count_bits(later.to(tl.int64, bitcast=True)) - tl.minimum(offset, 0) <= WINDOW
+
+
+@triton.jit
 def _attend_range(
     peak,
     total,
@@ -55,6 +77,7 @@ def _attend_range(
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
     SEEN: tl.constexpr,
+    WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Online softmax over the keys ``[first, stop)``.
@@ -67,6 +90,8 @@ def _attend_range(
     - "drafts": all rows see keys before ``base``, and from there those of the one mask ``reach``.
       Keys that it hides are not loaded either.
 
+    If WINDOW is not 0, rows see only the last WINDOW of these keys.
+
     If VALUE_DIM is less than HEAD_DIM, the beginning of a key is its value, and ``rest_queries``
     and ``rest`` stand for the rest of it.
     """
@@ -77,6 +102,8 @@ def _attend_range(
             pages = tl.load(table + positions // PAGE_SIZE, mask=there, other=0)
             if SEEN == "drafts":
                 there = there & _is_visible(reach, positions - base)
+                if WINDOW > 0:
+                    there = there & _is_in_window(reach, positions - base, WINDOW)
         else:
             pages = tl.load(table + positions // PAGE_SIZE)
         slots = pages.to(tl.int64) * PAGE_SIZE + positions % PAGE_SIZE
@@ -105,8 +132,13 @@ def _attend_range(
         if MASKED:
             if SEEN == "causal":
                 visible = (positions[None, :] <= reach[:, None]) & there[None, :]
+                if WINDOW > 0:
+                    visible = visible & (positions[None, :] > reach[:, None] - WINDOW)
             elif SEEN == "trees":
                 visible = _is_visible(reach[:, None], (positions - base)[None, :]) & there[None, :]
+                if WINDOW > 0:
+                    offset = (positions - base)[None, :]
+                    visible = visible & _is_in_window(reach[:, None], offset, WINDOW)
             else:
                 visible = there[None, :]
             scores = tl.where(visible, scores, float("-inf"))
@@ -199,6 +231,7 @@ def paged_attention(
     masks,
     bases,
     token_positions,
+    sinks,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -212,6 +245,7 @@ def paged_attention(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_REST: tl.constexpr,
+    WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -235,6 +269,8 @@ def paged_attention(
         token_positions: int64, positions of the tokens, if they belong to trees that begin at their
             bases; work items then only limit how far their keys may reach. None if tiles are single
             tokens, or without bases.
+        sinks: float32 ``[heads]``, scores without values; None for none.
+        WINDOW: number of keys that a token sees; 0 for all.
         ROWS: of a tile, ``tokens * GROUP`` at most; BLOCK_M: that rounded up for ``tl.dot``.
         MERGE_ROWS, MERGE_SPLITS: rows and splits merged at a time.
         PDL: see :mod:`pd.kernels.triton_launch`. Work items are uploaded before a step's kernels,
@@ -301,11 +337,59 @@ def paged_attention(
         reach = tl.load(masks + row)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    if sinks is not None and slot == first_slot:
+        # The first split counts the sinks. A tile without splits is its own first one.
+        sink = tl.load(sinks + head * GROUP + lanes % GROUP)
+        peak = sink.to(tl.float32) * 1.4426950408889634
+        total += 1.0
     result = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    stride: tl.constexpr = HEAD_DIM if IS_LATENT else KV_HEADS * HEAD_DIM
+    if WINDOW > 0:
+        # The first key that some row sees, and the end of the keys that not every row sees.
+        if SEEN == "causal":
+            begin = tl.maximum(begin, position - WINDOW + 1)
+            uneven = position + tokens - WINDOW
+        elif SEEN == "trees":
+            begin = tl.maximum(begin, base - WINDOW + 1)
+            uneven = end
+        else:
+            begin = tl.maximum(begin, base + _count_bits(reach) - WINDOW)
+            uneven = begin
+        if SEEN == "trees":
+            reach = tl.load(masks + row + token, mask=exists, other=0)
+        uneven = begin + tl.cdiv(tl.maximum(uneven - begin, 0), BLOCK_N) * BLOCK_N
+        uneven = tl.maximum(tl.minimum(uneven, end), begin)
+        peak, total, result = _attend_range(
+            peak,
+            total,
+            result,
+            queries,
+            rest_queries,
+            keys,
+            values,
+            table,
+            begin,
+            uneven,
+            end,
+            reach,
+            base,
+            scale,
+            dims,
+            rest,
+            stride,
+            HEAD_DIM,
+            VALUE_DIM,
+            PAGE_SIZE,
+            BLOCK_N,
+            True,
+            SEEN,
+            WINDOW,
+            PRECISION,
+        )
+        begin = uneven
     # Before the base every row sees every key.
     seen_by_all = tl.minimum(end, base)
     unmasked = begin + tl.maximum(seen_by_all - begin, 0) // BLOCK_N * BLOCK_N
-    stride: tl.constexpr = HEAD_DIM if IS_LATENT else KV_HEADS * HEAD_DIM
     peak, total, result = _attend_range(
         peak,
         total,
@@ -330,9 +414,10 @@ def paged_attention(
         BLOCK_N,
         False,
         SEEN,
+        WINDOW,
         PRECISION,
     )
-    if SEEN == "trees":
+    if SEEN == "trees" and WINDOW == 0:
         # Loaded here, because in the loop it would take the registers of another program.
         reach = tl.load(masks + row + token, mask=exists, other=0)
     peak, total, result = _attend_range(
@@ -359,6 +444,7 @@ def paged_attention(
         BLOCK_N,
         True,
         SEEN,
+        WINDOW,
         PRECISION,
     )
     heads: tl.constexpr = KV_HEADS * GROUP

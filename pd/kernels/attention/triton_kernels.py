@@ -12,6 +12,7 @@ import triton
 
 from pd.kernels.attention.triton_kernel import FIELDS, paged_attention
 from pd.kernels.attention.triton_work import AttentionWork, SplitPolicy
+from pd.kernels.attention.windows import ALL_KEYS, LayerWindows
 from pd.kernels.linear_triton import MAX_ROWS
 from pd.kernels.staging import GraphMemory, PinnedStaging
 from pd.kernels.triton_launch import launch_kernel
@@ -143,13 +144,13 @@ class AttentionKernel:
         masks: torch.Tensor | None = None,
         bases: torch.Tensor | None = None,
         token_positions: torch.Tensor | None = None,
+        *,
+        window: int = 0,
+        sinks: torch.Tensor | None = None,
     ) -> None:
-        """Attend ``work``'s rows of ``q`` into the same rows of ``out``; ``masks``, ``bases`` and
-        ``token_positions`` as in :func:`paged_attention`."""
+        """Attend ``work``'s rows of ``q`` into the same rows of ``out``; ``masks``, ``bases``,
+        ``token_positions``, ``window`` and ``sinks`` as in :func:`paged_attention`."""
         precision = "ieee" if q.dtype == torch.float32 else "tf32"
-        seen = {"masks": masks, "bases": bases, "token_positions": token_positions}
-        given = [tensor for tensor in seen.values() if tensor is not None]
-        missing = {name: None for name, tensor in seen.items() if tensor is None}
         launch_kernel(
             paged_attention,
             (work.capacity * self._kv_heads,),
@@ -166,8 +167,10 @@ class AttentionKernel:
             self._arrivals,
             q.stride(0),
             math.log2(math.e) * self._scale,
-            *given,
-            **missing,
+            masks,
+            bases,
+            token_positions,
+            sinks,
             KV_HEADS=self._kv_heads,
             GROUP=self._group,
             HEAD_DIM=self._head_dim,
@@ -181,6 +184,7 @@ class AttentionKernel:
             BLOCK_N=self._shape.keys,
             BLOCK_D=max(16, triton.next_power_of_2(self._value_dim)),
             BLOCK_REST=max(16, triton.next_power_of_2(self._head_dim - self._value_dim)),
+            WINDOW=window,
             PRECISION=precision,
             num_warps=self._shape.num_warps,
             num_stages=self._shape.num_stages,
@@ -201,13 +205,14 @@ class TritonKernels:
         decode: TileShape | None = None,
         chunk: TileShape | None = None,
         tree: TileShape | None = None,
+        windows: LayerWindows = ALL_KEYS,
     ) -> None:
         """Set up the kernels for single tokens and chunks. Those for trees follow on first use.
 
         Args:
             decode, chunk, tree: tile shapes; by default those for dtype and head size.
         """
-        self.pool = pool
+        self.pool, self.windows = pool, windows
         self._num_heads, self._tree, self._latent = num_heads, tree, latent
         sample = pool.get_keys(0)
         self.device, dtype, head_dim = sample.device, sample.dtype, sample.shape[-1]

@@ -23,14 +23,14 @@ class Tiles:
         positions: the first token's position in its sequence, or that of the first token of its
             tree.
         tables: start of the sequence's page table.
-        ends: maximum number of keys that the tile's tokens see, from the sequence's beginning on;
-            at least 1.
+        begins, ends: range of the keys that the tile's tokens may see, not empty.
     """
 
     rows: Int64Array
     tokens: Int64Array
     positions: Int64Array
     tables: Int64Array
+    begins: Int64Array
     ends: Int64Array
 
     @classmethod
@@ -44,30 +44,42 @@ class Tiles:
         *,
         trees: bool = False,
         limits: Int64Array | None = None,
+        window: int = 0,
     ) -> Tiles:
         """Cut chunks of ``lengths`` tokens, or ``trees`` of them, into tiles of ``size``.
 
         Args:
             limits: maximum number of positions by which each may start later.
+            window: number of keys that a token sees; 0 for all.
         """
         counts = -(-lengths // size)
         chunk = np.repeat(np.arange(len(lengths)), counts)
         offsets = (np.arange(len(chunk)) - np.repeat(np.cumsum(counts) - counts, counts)) * size
         tokens = np.minimum(lengths[chunk] - offsets, size)
         positions = starts[chunk] + offsets
+        firsts = starts[chunk] if trees else positions
         return cls(
             rows[chunk] + offsets,
             tokens,
-            starts[chunk] if trees else positions,
+            firsts,
             tables[chunk],
+            _find_begins(firsts, window),
             positions + tokens + (0 if limits is None else limits[chunk]),
         )
 
     @classmethod
-    def make_single(cls, positions: Int64Array, tables: Int64Array, ends: Int64Array) -> Tiles:
-        """Make a tile of every row of a step."""
+    def make_single(
+        cls, positions: Int64Array, tables: Int64Array, ends: Int64Array, window: int = 0
+    ) -> Tiles:
+        """Make a tile of every row of a step; ``window`` as in :meth:`cut_chunks`."""
         rows = np.arange(len(ends))
-        return cls(rows, np.ones_like(rows), positions, tables, ends)
+        begins = _find_begins(positions, window)
+        return cls(rows, np.ones_like(rows), positions, tables, begins, ends)
+
+
+def _find_begins(positions: Int64Array, window: int) -> Int64Array:
+    """Find the first key that a token at each position sees."""
+    return np.maximum(positions - window + 1, 0) if window else np.zeros_like(positions)
 
 
 @dataclass(frozen=True)
@@ -96,15 +108,15 @@ class SplitPolicy:
         ``items``-th of all keys. So the splits of a sequence, and with them the last bits of its
         result, depend on the whole step.
         """
-        ends = tiles.ends
-        share = max(self.granule, -(-int(ends.sum()) // self.items))
-        splits = np.maximum(1, (2 * ends + share) // (2 * share))
-        sizes = -(-ends // (splits * self.granule)) * self.granule
-        splits = -(-ends // sizes)
-        tile = np.repeat(np.arange(len(ends)), splits)
+        spans = tiles.ends - tiles.begins
+        share = max(self.granule, -(-int(spans.sum()) // self.items))
+        splits = np.maximum(1, (2 * spans + share) // (2 * share))
+        sizes = -(-spans // (splits * self.granule)) * self.granule
+        splits = -(-spans // sizes)
+        tile = np.repeat(np.arange(len(spans)), splits)
         index = np.arange(len(tile)) - np.repeat(np.cumsum(splits) - splits, splits)
-        begins = index * sizes[tile]
-        stops = np.minimum(begins + sizes[tile], ends[tile])
+        begins = tiles.begins[tile] + index * sizes[tile]
+        stops = np.minimum(begins + sizes[tile], tiles.ends[tile])
         slots = np.where(splits > 1, splits, 0)
         first_slots = (np.cumsum(slots) - slots)[tile]
         fields = (

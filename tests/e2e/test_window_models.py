@@ -1,0 +1,75 @@
+"""Models with sliding windows: tokens equal transformers' in unified and split deployments, with
+chunk boundaries inside windows, windows shorter than a page, cached prefixes and drafts."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from checkpoints import is_greedy, make_checkpoint
+from cluster import Cluster, random_prompts
+from counters import counter
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_LISTED = {"use_sliding_window": True, "head_dim": 32}
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "every layer": ("mistral", {"sliding_window": 20}),
+    "the last layer": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
+    ),
+    "listed layers": (
+        "qwen3",
+        {
+            **_LISTED,
+            "sliding_window": 33,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "experts": ("mixtral", {"sliding_window": 7}),
+    "one token": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 1}),
+}
+PAGE_SIZES = [(1, 16), (16, 64), (64, 1)]
+SAMPLE = {"the last layer": (16, 64), "listed layers": (64, 1)}
+
+
+@pytest.mark.parametrize(
+    ("shape", "pages"),
+    [
+        pytest.param(shape, pages, marks=() if SAMPLE.get(shape) == pages else pytest.mark.full)
+        for shape in SHAPES
+        for pages in PAGE_SIZES
+    ],
+)
+def test_tokens_equal_transformers(
+    shape: str, pages: tuple[int, int], tmp_path: Path, seed: int
+) -> None:
+    architecture, settings = SHAPES[shape]
+    model = make_checkpoint(architecture, tmp_path, **settings)
+    rng = random.Random(seed)
+    # Texts that repeat themselves, so that n-grams find something.
+    prompts = [p * rng.randrange(2, 5) for p in random_prompts(seed, [9, 20, 40])]
+    prompts += [prompts[2][:70] + prompts[0], [rng.randrange(256)]]
+    with Cluster(
+        model,
+        unified=1,
+        chunked_prefill_size=24,
+        speculative_algorithm="ngram",
+        speculative_adaptive="off",
+        prefill_settings={"page_size": pages[0]},
+        decode_settings={"page_size": pages[1]},
+    ) as cluster:
+        for turn in range(2):
+            sent = [
+                cluster.client.generate(p, where, max_tokens=32)
+                for p in prompts
+                for where in (cluster.pair, cluster.unified)
+            ]
+            for i, request in enumerate(sent):
+                assert is_greedy(model, prompts[i // 2], request.tokens(60)), seed
+            assert turn == 0 or sum(request.cached_tokens or 0 for request in sent) > 0
+        cluster.wait_idle()
+        assert counter(cluster.decode[0], "pd_speculative_drafted_total") > 0
