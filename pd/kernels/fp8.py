@@ -86,7 +86,7 @@ class Fp8Weight:
     rows: int
     inputs: Fp8Inputs
 
-    def dequantize(self) -> torch.Tensor:
+    def dequantize_weight(self) -> torch.Tensor:
         """Return float32 ``[..., outputs, inputs]``."""
         inputs = self.inputs
         by_row = self.scales.repeat_interleave(self.rows, dim=-2)[..., : self.values.shape[-2], :]
@@ -133,7 +133,7 @@ def quantize_rows(x: torch.Tensor, inputs: Fp8Inputs) -> Fp8Rows:
         scales = inputs.scale.expand(len(x), 1).contiguous()
     else:
         scales = compute_scales(groups.abs().amax(-1), inputs.rounds_scales)
-    return Fp8Rows(saturate(groups / scales[..., None]).flatten(1), scales)
+    return Fp8Rows(convert_saturated(groups / scales[..., None]).flatten(1), scales)
 
 
 def compute_scales(largest: torch.Tensor, rounds: bool = False) -> torch.Tensor:
@@ -144,7 +144,7 @@ def compute_scales(largest: torch.Tensor, rounds: bool = False) -> torch.Tensor:
     return scales
 
 
-def saturate(x: torch.Tensor) -> torch.Tensor:
+def convert_saturated(x: torch.Tensor) -> torch.Tensor:
     """Convert to fp8. Numbers beyond its range become the largest ones; NaN stays NaN."""
     return x.clamp(-LARGEST, LARGEST).to(FP8)
 
@@ -167,7 +167,9 @@ def round_inputs(x: torch.Tensor, inputs: Fp8Inputs) -> torch.Tensor:
     return dequantize_rows(quantize_rows(x, inputs), inputs)
 
 
-def multiply(x: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+def multiply_fp8(
+    x: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """Compute :func:`pd.kernels.linear.linear` for a weight in fp8."""
-    wide = functional.linear(round_inputs(x, weight.inputs), weight.dequantize())
+    wide = functional.linear(round_inputs(x, weight.inputs), weight.dequantize_weight())
     return (wide if bias is None else wide + bias.float()).to(x.dtype)

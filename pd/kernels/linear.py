@@ -74,7 +74,7 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) ->
         ``[rows, outputs]`` in the dtype of ``x``.
     """
     if isinstance(weight, fp8.Fp8Weight):
-        return fp8.multiply(x, weight, bias)
+        return fp8.multiply_fp8(x, weight, bias)
     if isinstance(weight, fp8.WideWeight):
         rounded = fp8.round_inputs(x, weight.inputs)
         return linear(rounded, weight.values, None if bias is None else bias.float()).to(x.dtype)

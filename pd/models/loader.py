@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from pd.core.errors import UnsupportedModelError, UsageError
-from pd.kernels.fp8 import FP8, saturate
+from pd.kernels.fp8 import FP8, convert_saturated
 from pd.models.causal_lm import EMBEDDING, HEAD
 from pd.models.checkpoint import INDEX, find_checkpoint
 from pd.models.registry import find_architecture
@@ -337,7 +337,9 @@ def _fill_normal(place: WeightDestination, tp: TensorParallel, std: float, key: 
     width = math.prod(columns)
     block = torch.empty(min(rows * width, _DUMMY_BLOCK), dtype=torch.float32)
     block.normal_(std=std, generator=generator)
-    block = (saturate(block) if memory.dtype == FP8 else block.to(memory.dtype)).to(memory.device)
+    block = (convert_saturated(block) if memory.dtype == FP8 else block.to(memory.dtype)).to(
+        memory.device
+    )
     start = place.slice_part(tp)[0].start
     if place.split != 1 and memory.is_contiguous():
         _repeat_block(block, start * width, memory.view(-1))

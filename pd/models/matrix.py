@@ -129,7 +129,7 @@ class Matrix(nn.Module):
     def prepare_weights(self) -> None:
         """Lay the weight out for the kernels, once it is loaded."""
         if self.scales is not None and self.values.device.type == "cpu":
-            wide = self._fp8.dequantize()
+            wide = self._fp8.dequantize_weight()
             del self.values, self.scales
             self._wide = WideWeight(wide if self._stack else pack_weight(wide), self._inputs)
         elif self.scales is None and not self._stack:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from pd.core.errors import UsageError
-from pd.kernels.fp8 import compute_scales, saturate
+from pd.kernels.fp8 import compute_scales, convert_saturated
 from pd.models.config import BLOCK
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def quantize_whole(place: WeightDestination, tp: TensorParallel, whole: torch.Te
     rows, columns = place.slice_part(tp)
     mine = whole[rows].float()
     scales = compute_scales(mine.abs().amax(1, keepdim=True))
-    store_values(place.memory, place.fp8, saturate(mine[:, columns] / scales), scales)
+    store_values(place.memory, place.fp8, convert_saturated(mine[:, columns] / scales), scales)
 
 
 def is_scale(name: str) -> bool:

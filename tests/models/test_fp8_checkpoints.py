@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from threaded_ranks import Threads, make_runner
 
 from pd.core.errors import UnsupportedModelError, UsageError
-from pd.kernels.fp8 import Fp8Inputs, WideWeight, round_inputs, saturate
+from pd.kernels.fp8 import Fp8Inputs, WideWeight, convert_saturated, round_inputs
 from pd.models.config_reader import parse_model_config, read_model_config
 from pd.models.layers import Linear
 from pd.models.loader import load_model
@@ -257,7 +257,7 @@ class TestRefusals:
 class TestConversion:
     def test_large_values_saturate(self) -> None:
         x = torch.tensor([1e9, -1e9, 465.0, 448.0, 0.0])
-        assert saturate(x).tolist() == [448.0, -448.0, 448.0, 448.0, 0.0]
+        assert convert_saturated(x).tolist() == [448.0, -448.0, 448.0, 448.0, 0.0]
         static = Fp8Inputs(5, scale=torch.tensor([1.0]))
         assert round_inputs(x[None], static).tolist() == [[448.0, -448.0, 448.0, 448.0, 0.0]]
 

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 class LayerWindows:
     """The window of each layer of a pool: the number of keys that a token sees, or 0 for all.
 
-    Of the keys that a token would see without a window, it sees the last ones. So the branches of a
-    tree count alone, not the tokens that lie between them.
+    A token sees only the last keys of those that it would see without a window. In a tree of drafts
+    these are the keys of its own branch and of the text before the tree, because it sees no other
+    branch.
 
     Attributes:
         kinds: the distinct windows.

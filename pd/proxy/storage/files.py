@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import re
 import time
 import uuid
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pd.proxy.storage.database import Database
+
+logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -146,6 +149,7 @@ class FileStore:
             try:
                 return function(*args, **options)
             except OSError as error:
+                logger.exception("a file in %s failed", self._database.directory)
                 raise UnavailableError(
                     f"the proxy's storage failed ({error.strerror}); try again later"
                 ) from None
@@ -173,7 +177,7 @@ class FileStore:
             used = await self._database.run(_count_bytes, owner)
             if time.monotonic() >= self._swept + _SWEEP_SECONDS:
                 self._swept = time.monotonic()
-                await self.sweep()
+                await self.remove_expired()
             file = NewFile(self, owner, self.limit - used)
             try:
                 yield file
@@ -232,7 +236,7 @@ class FileStore:
             raise _make_missing(name)
         await self._remove_contents([name])
 
-    async def sweep(self) -> None:
+    async def remove_expired(self) -> None:
         """Remove expired files, and contents that a killed process left."""
         await self._remove_contents(await self._database.run(_delete_expired))
         old = await self.run(_list_old, self._database.directory / "files")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 LABELS = [7, 3]
 TEXTS: dict[str, Any] = {"query": "q: ", "items": ["a", "bc"], "label_token_ids": LABELS}
 IDS: dict[str, Any] = {"query": [5, 6], "items": [[7], [8, 9]], "label_token_ids": LABELS}
-# Of the scripted node: token t has -t/100.
+# The scripted node gives token t the log probability -t/100.
 SCORES = [math.exp(-each / 100) for each in LABELS]
 
 
