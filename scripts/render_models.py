@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pd.kernels.attention.registry import BACKENDS
 from pd.models.refusals import ROPE_TYPES
 from pd.models.registry import ARCHITECTURES, find_architecture
+
+if TYPE_CHECKING:
+    from pd.models.architecture import Architecture
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 
@@ -40,6 +44,9 @@ layers that such checkpoints have for drafts (MTP).
 Mistral, Mixtral and Qwen checkpoints may have sliding windows, in all layers or in some. They need
 `triton`, which `auto` then chooses on a GPU, or `torch`; `flashinfer` is refused. The cache keeps
 all tokens, even those that no window reaches any more.
+
+gpt-oss has windows in every other layer, and attention sinks: learned scores that join the softmax
+of each head. Its experts have biases and a clamped activation.
 
 Rope types: {rope}. `yarn` stretches the context to `factor` times the original one. `dynamic`
 changes nothing, because it acts only after `max_position_embeddings` tokens.
@@ -85,17 +92,28 @@ def render() -> str:
     for model_type, listed in ARCHITECTURES.items():
         architecture = find_architecture(model_type)
         latent = architecture.has_latents
-        backends = [name for name, b in BACKENDS.items() if b.has_latents or not latent]
+        backends = [
+            name
+            for name, backend in BACKENDS.items()
+            if (backend.has_latents or not latent)
+            and (backend.has_windows or not architecture.has_sinks)
+        ]
         cells = (
             f"`{listed.class_name}`",
             f"`{model_type}`",
-            "latent (MLA)" if latent else "grouped queries",
+            _describe_attention(architecture),
             "experts" if architecture.has_experts else "dense",
             ", ".join(f"`{name}`" for name in backends),
         )
         rows.append(f"| {' | '.join(cells)} |\n")
     rope = ", ".join(f"`{name}`" for name in ROPE_TYPES)
     return HEAD + "".join(rows) + TAIL.format(rope=rope)
+
+
+def _describe_attention(architecture: Architecture) -> str:
+    if architecture.has_latents:
+        return "latent (MLA)"
+    return "grouped queries" + (", sinks" if architecture.has_sinks else "")
 
 
 def main() -> None:

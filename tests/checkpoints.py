@@ -51,6 +51,15 @@ _YARN = {
     "mscale": 0.707,
     "mscale_all_dim": 0.9,
 }
+_UNROUNDED_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 15000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 256,
+    "beta_fast": 24.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
 _LATENT = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 32,
@@ -90,6 +99,18 @@ _SPECIFIC: dict[str, tuple[str, dict[str, Any]]] = {
             "q_lora_rank": 40,
             "mlp_layer_types": ["dense", "dense", "sparse"],
             "rms_norm_eps": 0.02,
+        },
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            **_MOE,
+            "head_dim": 32,
+            "sliding_window": 12,
+            "rope_parameters": _UNROUNDED_YARN,
+            # Small, so that both clamps act on our activations.
+            "swiglu_limit": 1.2,
+            "swiglu_alpha": 1.3,
         },
     ),
 }

@@ -27,6 +27,14 @@ def apply_gate(gate, up, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def apply_clamped_gate(gate, up, alpha, limit, DTYPE: tl.constexpr):
+    """:func:`pd.kernels.activation.clamped_swiglu` of float32, rounded once before and after."""
+    gate = tl.minimum(gate.to(DTYPE).to(tl.float32), limit)
+    up = tl.minimum(tl.maximum(up.to(DTYPE).to(tl.float32), -limit), limit)
+    return ((up + 1.0) * (gate / (1.0 + tl.exp(-alpha * gate)))).to(DTYPE)
+
+
+@triton.jit
 def _silu_and_mul(gate_up, out, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     start_next(PDL)
     wait_for_previous(PDL)

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pd.kernels.activation import clamped_swiglu
 from pd.kernels.dispatch import uses_triton
 from pd.kernels.linear import gate_up_silu, linear
 
 if TYPE_CHECKING:
+    from pd.kernels.activation import ClampedGate
     from pd.kernels.fp8 import Weight
 
 
@@ -89,6 +91,7 @@ def moe_mlp(
     ids: torch.Tensor,
     gate_up: Weight,
     down: Weight,
+    clamp: ClampedGate | None = None,
 ) -> torch.Tensor:
     """Compute the weighted sum of each token's experts, ``down(silu(gate(x)) * up(x))`` each.
 
@@ -98,6 +101,8 @@ def moe_mlp(
             differ.
         gate_up: ``[experts, 2 * size, hidden]``, gate then up, contiguous or in fp8.
         down: ``[experts, hidden, size]``, contiguous or in fp8, too.
+        clamp: another activation than silu, and biases. Then the rows of ``gate_up`` alternate gate
+            and up.
 
     Returns:
         A new tensor like ``x``.
@@ -105,7 +110,7 @@ def moe_mlp(
     if isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor) and uses_triton(x):
         from pd.kernels import moe_triton
 
-        return moe_triton.moe_mlp(x, weights, ids, gate_up, down)
+        return moe_triton.moe_mlp(x, weights, ids, gate_up, down, clamp)
     top_k = ids.shape[1]
     # Assignments (token, expert) in the order of experts, so each expert's are one slice.
     assigned, order = ids.flatten().sort(stable=True)
@@ -118,8 +123,13 @@ def moe_mlp(
             continue
         start, stop = stop, stop + count
         mine = tokens[start:stop]
-        inner = gate_up_silu(x[mine], _select_matrix(gate_up, expert))
-        result = linear(inner, _select_matrix(down, expert))
+        first, second = _select_matrix(gate_up, expert), _select_matrix(down, expert)
+        if clamp is None:
+            result = linear(gate_up_silu(x[mine], first), second)
+        else:
+            both = linear(x[mine], first, clamp.gate_up_bias[expert])
+            inner = clamped_swiglu(both, clamp.alpha, clamp.limit)
+            result = linear(inner, second, clamp.down_bias[expert])
         out.index_add_(0, mine, result.mul_(weights[start:stop]))
     return out
 

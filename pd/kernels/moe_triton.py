@@ -13,13 +13,17 @@ the launches depend only on the number of tokens, because CUDA graphs need that.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
-from pd.kernels.activation_triton import apply_gate
+from pd.kernels.activation_triton import apply_clamped_gate, apply_gate
 from pd.kernels.triton_launch import launch_kernel, start_next, wait_for_previous
+
+if TYPE_CHECKING:
+    from pd.kernels.activation import ClampedGate
 
 _SORT_CHUNK = 1024
 
@@ -131,8 +135,11 @@ def _multiply_blocks(
     starts,
     order,
     weights,
+    biases,
     inputs,
     outputs,
+    alpha,
+    limit,
     TOP_K: tl.constexpr,
     EXPERTS: tl.constexpr,
     EXPERTS_BLOCK: tl.constexpr,
@@ -140,12 +147,14 @@ def _multiply_blocks(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     GATED: tl.constexpr,
+    CLAMPED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A block of rows of one expert times COLUMNS of its outputs.
 
-    GATED: from tokens ``x`` to sorted rows, silu(gate) * up. Otherwise: from sorted rows to the
-    places of their assignments, times their weights.
+    GATED: from tokens ``x`` to sorted rows, with the activation. Otherwise: from sorted rows to the
+    places of their assignments, times their weights. CLAMPED: with ``biases``, and gate and up
+    alternate.
     """
     start_next(PDL)
     wait_for_previous(PDL)
@@ -163,9 +172,13 @@ def _multiply_blocks(
         depth = tl.arange(0, DEPTH)
         x_at = x + source[:, None] * inputs + depth[None, :]
         num_rows = 2 * outputs if GATED else outputs
-        matrix_rows = (expert.to(tl.int64) * num_rows + columns).to(tl.int64)
+        shift = outputs.to(tl.int64)  # from the row of a gate to its up
+        matrix_rows = expert.to(tl.int64) * num_rows + columns
+        if GATED and CLAMPED:
+            shift = shift * 0 + 1
+            matrix_rows += columns
         w_at = matrices + matrix_rows[None, :] * inputs + depth[:, None]
-        gate_shift = outputs.to(tl.int64) * inputs
+        gate_shift = shift * inputs
         sums = tl.zeros([ROWS, COLUMNS], tl.float32)
         ups = sums
         for start in range(0, inputs, DEPTH):
@@ -178,8 +191,17 @@ def _multiply_blocks(
                 w = tl.load(w_at + start + gate_shift, mask=w_mask, other=0.0)
                 ups = tl.dot(tile, w, ups, input_precision="ieee")
         dtype: tl.constexpr = out.dtype.element_ty
+        if CLAMPED:
+            sums += tl.load(biases + matrix_rows, mask=has_column, other=0.0).to(tl.float32)[
+                None, :
+            ]
         if GATED:
-            result = apply_gate(sums, ups, dtype)
+            if CLAMPED:
+                bias = tl.load(biases + matrix_rows + 1, mask=has_column, other=0.0)
+                ups += bias.to(tl.float32)[None, :]
+                result = apply_clamped_gate(sums, ups, alpha, limit, dtype)
+            else:
+                result = apply_gate(sums, ups, dtype)
         else:
             scale = tl.load(weights + assigned, mask=has_row, other=0.0).to(tl.float32)
             result = (sums * scale[:, None]).to(dtype)
@@ -229,6 +251,7 @@ def moe_mlp(
     ids: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
+    clamp: ClampedGate | None = None,
 ) -> torch.Tensor:
     """:func:`pd.kernels.moe.moe_mlp`."""
     tokens, top_k = ids.shape
@@ -242,9 +265,11 @@ def moe_mlp(
     tile = _choose_tile(count / experts, x.dtype)
     used = min(experts, count)
     blocks = used + (count - used) // tile.rows
-    for source, matrices, out, is_gated in (
-        (x, gate_up, inner, True),
-        (inner, down, results, False),
+    biases = (None, None) if clamp is None else (clamp.gate_up_bias, clamp.down_bias)
+    alpha, limit = (0.0, 0.0) if clamp is None else (clamp.alpha, clamp.limit)
+    for source, matrices, bias, out, is_gated in (
+        (x, gate_up, biases[0], inner, True),
+        (inner, down, biases[1], results, False),
     ):
         outputs = out.shape[1]
         columns = tile.columns // 2 if is_gated else tile.columns
@@ -258,8 +283,11 @@ def moe_mlp(
             starts,
             order,
             weights,
+            bias,
             source.shape[1],
             outputs,
+            alpha,
+            limit,
             TOP_K=top_k,
             EXPERTS=experts,
             EXPERTS_BLOCK=triton.next_power_of_2(experts),
@@ -267,6 +295,7 @@ def moe_mlp(
             COLUMNS=columns,
             DEPTH=tile.depth,
             GATED=is_gated,
+            CLAMPED=clamp is not None,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )

@@ -33,6 +33,7 @@ class Architecture:
         width_key: key of ``config.json`` for the width of the MLP, or of one expert.
         has_experts: whether the MLP is a sparse mixture of experts.
         has_latents: whether attention is to latents of K and V (MLA).
+        has_sinks: whether attention has sinks.
         implemented: keys of ``config.json`` that :mod:`pd.models.refusals` refuses for other
             architectures, but :meth:`adapt_config` represents.
         neutral: values, by key, of further settings that change nothing. We refuse all others.
@@ -43,6 +44,7 @@ class Architecture:
     width_key: ClassVar[str] = "intermediate_size"
     has_experts: ClassVar[bool] = False
     has_latents: ClassVar[bool] = False
+    has_sinks: ClassVar[bool] = False
     implemented: ClassVar[frozenset[str]] = frozenset()
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
 

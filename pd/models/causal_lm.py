@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from pd.kernels.linear import linear, pack_weight
+from pd.models.clamped_moe import ClampedExperts
 from pd.models.layers import (
     MLP,
     Attention,
@@ -195,7 +196,7 @@ class CausalLM(nn.Module):
         Meanwhile one weight at a time exists twice.
         """
         for module in self.modules():
-            if isinstance(module, Linear | Experts):
+            if isinstance(module, Linear | Experts | ClampedExperts):
                 module.prepare_weights()
         if not self.config.tie_word_embeddings:
             self.head = nn.Parameter(pack_weight(self.head), requires_grad=False)

@@ -101,6 +101,20 @@ class RouterConfig:
 
 
 @dataclass(frozen=True)
+class ClampConfig:
+    """The activation of gpt-oss's experts (:func:`pd.kernels.activation.clamped_swiglu`). The rows
+    of their weights alternate gate and up, and all their projections have biases.
+
+    Attributes:
+        alpha: factor of the gate inside the sigmoid.
+        limit: largest gate, and largest magnitude of up.
+    """
+
+    alpha: float = 1.702
+    limit: float = 7.0
+
+
+@dataclass(frozen=True)
 class QuantizationConfig:
     """Weights in fp8, and how their inputs are converted to fp8.
 
@@ -141,6 +155,7 @@ class ModelConfig:
         num_experts: experts of a layer; 0 in a dense model.
         norm_topk_prob: whether the chosen experts' weights are scaled to sum to 1.
         router: float32 router of DeepSeek's models; None for a softmax in the model's dtype.
+        clamp: activation of experts with biases; None for ``silu(gate) * up`` without biases.
         num_shared_experts: experts that every token uses in addition to the chosen ones.
         num_dense_layers: leading layers whose MLP is dense although ``num_experts`` > 0.
         dense_size: width of the MLP of these layers.
@@ -175,6 +190,7 @@ class ModelConfig:
     num_experts_per_tok: int = 0
     norm_topk_prob: bool = True
     router: RouterConfig | None = None
+    clamp: ClampConfig | None = None
     num_shared_experts: int = 0
     num_dense_layers: int = 0
     dense_size: int = 0

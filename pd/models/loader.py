@@ -340,17 +340,17 @@ def _fill_normal(place: WeightDestination, tp: TensorParallel, std: float, key: 
     block = (convert_saturated(block) if memory.dtype == FP8 else block.to(memory.dtype)).to(
         memory.device
     )
-    start = place.slice_part(tp)[0].start
-    if place.split != 1 and memory.is_contiguous():
-        _repeat_block(block, start * width, memory.view(-1))
+    mine, *inner = place.slice_part(tp)
+    if not place.split and memory.is_contiguous():
+        _repeat_block(block, mine.start * width, memory.view(-1))
         return
-    # The columns of a rank are not adjacent, so we make some whole rows at a time.
-    mine, step = place.slice_part(tp)[1], -(-len(block) // width)
-    scratch = memory.new_empty(min(step, len(memory)), width)
+    # The numbers of a rank are not adjacent, so we make some whole rows at a time.
+    step = -(-len(block) // width)
+    scratch = memory.new_empty(min(step, len(memory)), *columns)
     for first in range(0, len(memory), step):
         some = scratch[: min(step, len(memory) - first)]
-        _repeat_block(block, (start + first) * width, some.view(-1))
-        memory[first : first + step] = some[:, mine]
+        _repeat_block(block, (mine.start + first) * width, some.view(-1))
+        memory[first : first + step] = some[:, *inner]
 
 
 def _repeat_block(block: torch.Tensor, start: int, out: torch.Tensor) -> None:

@@ -50,9 +50,17 @@ def quantize_at_load(config: ModelConfig, quantization: str) -> ModelConfig:
     Args:
         quantization: ``auto`` or ``fp8``, which quantizes other checkpoints: each row of a weight
             gets a scale, and so does each token.
+
+    Raises:
+        UsageError: the model's experts have biases.
     """
     if quantization == "auto" or config.quantization is not None:
         return config
+    if config.clamp is not None:
+        raise UsageError(
+            f"--quantization {quantization}: {config.architecture} has experts with biases, which "
+            "pd does not quantize; leave the flag out"
+        )
     return dataclasses.replace(
         config, quantization=QuantizationConfig(in_blocks=False, at_load=True)
     )

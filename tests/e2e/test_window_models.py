@@ -31,9 +31,35 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "experts": ("mixtral", {"sliding_window": 7}),
     "one token": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 1}),
+    "sinks and experts with biases": ("gpt_oss", {}),
+    "sinks in every layer": (
+        "gpt_oss",
+        {
+            "layer_types": ["sliding_attention"] * 3,
+            "sliding_window": 5,
+            "num_key_value_heads": 4,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 4,
+        },
+    ),
+    "sinks without biases of attention": (
+        "gpt_oss",
+        {
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "sliding_window": 40,
+            "attention_bias": False,
+            "num_experts_per_tok": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 PAGE_SIZES = [(1, 16), (16, 64), (64, 1)]
-SAMPLE = {"the last layer": (16, 64), "listed layers": (64, 1)}
+SAMPLE = {
+    "the last layer": (16, 64),
+    "listed layers": (64, 1),
+    "sinks and experts with biases": (16, 64),
+    "sinks in every layer": (1, 16),
+}
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,16 @@ class TestParity:
             ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
             ("llama2", {"num_key_value_heads": 1, "attention_bias": False, "mlp_bias": False}),
             ("mixtral", {"head_dim": 40, "num_experts_per_tok": 1}),
+            ("gpt_oss", {"attention_bias": False, "swiglu_limit": 7.0, "num_experts_per_tok": 3}),
+            (
+                "gpt_oss",
+                {
+                    "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+                    "sliding_window": 70,
+                    "num_key_value_heads": 4,
+                    "swiglu_limit": 0.5,
+                },
+            ),
             (
                 "llama3",
                 {

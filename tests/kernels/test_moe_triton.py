@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional
@@ -15,6 +18,7 @@ from triton_device import (
     skip_unless_interpreter_works,
 )
 
+from pd.kernels.activation import ClampedGate
 from pd.kernels.moe import moe_mlp, route_tokens
 
 pytestmark = pytest.mark.usefixtures("_works")
@@ -38,6 +42,20 @@ def experts(
     return x, weights, ids, gate_up, down
 
 
+def make_clamp(
+    gate_up: torch.Tensor, down: torch.Tensor, alpha: float = 1.3, limit: float = 0.7
+) -> ClampedGate:
+    """Biases for these weights. The limit is so small that most values are clamped."""
+    random = seeded()
+    bias = normal(random, *gate_up.shape[:2]).to(gate_up.dtype)
+    return ClampedGate(alpha, limit, bias, normal(random, *down.shape[:2]).to(down.dtype))
+
+
+def move(clamp: ClampedGate, *args: Any) -> ClampedGate:
+    biases = clamp.gate_up_bias.to(*args), clamp.down_bias.to(*args)
+    return ClampedGate(clamp.alpha, clamp.limit, *biases)
+
+
 class TestReference:
     def test_is_the_sum_over_each_tokens_experts(self) -> None:
         x, weights, ids, gate_up, down = experts(7, 5, 3, 16, 12, torch.float32)
@@ -47,6 +65,23 @@ class TestReference:
                 gate, up = (gate_up[expert] @ x[token]).chunk(2)
                 expected[token] += weight * (down[expert] @ (functional.silu(gate) * up))
         assert_near(moe_mlp(x, weights, ids, gate_up, down), expected, 1e-5)
+
+    def test_clamped_experts_alternate_gate_and_up(self) -> None:
+        x, weights, ids, gate_up, down = experts(7, 5, 3, 16, 12, torch.float32)
+        clamp = make_clamp(gate_up, down)
+        expected, clamped = torch.zeros_like(x), 0
+        for token in range(7):
+            for weight, expert in zip(weights[token], ids[token], strict=True):
+                both = gate_up[expert] @ x[token] + clamp.gate_up_bias[expert]
+                inner = []
+                for gate, up in both.view(-1, 2).tolist():
+                    clamped += (gate > 0.7) + (abs(up) > 0.7)
+                    gate, up = min(gate, 0.7), max(min(up, 0.7), -0.7)
+                    inner.append((up + 1) * gate / (1 + math.exp(-1.3 * gate)))
+                out = down[expert] @ torch.tensor(inner) + clamp.down_bias[expert]
+                expected[token] += weight * out
+        assert clamped > 50
+        assert_near(moe_mlp(x, weights, ids, gate_up, down, clamp), expected, 1e-5)
 
     def test_normalized_weights_are_a_softmax_over_the_chosen(self) -> None:
         logits = normal(seeded(), 6, 10)
@@ -76,6 +111,7 @@ def test_routing(
 
 
 @DTYPE
+@pytest.mark.parametrize("is_clamped", [False, True])
 @pytest.mark.parametrize(
     ("tokens", "count", "top_k", "hidden", "size"),
     [
@@ -92,16 +128,20 @@ def test_grouped_product(
     top_k: int,
     hidden: int,
     size: int,
+    is_clamped: bool,
     dtype: torch.dtype,
     error: float,
 ) -> None:
     from pd.kernels import moe_triton
 
     arguments = experts(tokens, count, top_k, hidden, size, dtype)
-    out = moe_triton.moe_mlp(*(each.to(DEVICE) for each in arguments))
-    assert out.dtype == dtype
     x, weights, ids, gate_up, down = arguments
-    wide = moe_mlp(x.float(), weights.float(), ids, gate_up.float(), down.float())
+    clamp = make_clamp(gate_up, down) if is_clamped else None
+    there = None if clamp is None else move(clamp, DEVICE)
+    out = moe_triton.moe_mlp(*(each.to(DEVICE) for each in arguments), there)
+    assert out.dtype == dtype
+    wide_clamp = None if clamp is None else move(clamp, torch.float32)
+    wide = moe_mlp(x.float(), weights.float(), ids, gate_up.float(), down.float(), wide_clamp)
     assert_near(out, wide, 2 * error)
 
 

@@ -14,6 +14,7 @@ from pd.engine.engine import Engine
 from pd.models.checkpoint import find_checkpoint
 from pd.models.config import RopeConfig
 from pd.models.config_reader import parse_model_config, read_model_config
+from pd.models.quantization_reader import quantize_at_load
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -185,6 +186,7 @@ class TestSpellings:
         assert parse_model_config(small("llama", **both)).rope.factor == 4.0
 
 
+_YARN = {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_moe", {"per_layer_config": {"0": {"num_experts_per_tok": 1}}}, "per_layer_config"),
     (
@@ -221,6 +223,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"num_hidden_layers": 1_000_000}, "num_hidden_layers 1000000 is more than 4096"),
     ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "SequenceClassification"),
     ("gpt2", {}, "'gpt2'"),
+    ("gpt_oss", {}, "rope_parameters = None"),
+    ("gpt_oss", {**_YARN, "layer_types": ["sliding_attention"] * 2}, "layer_types"),
+    ("gpt_oss", {**_YARN, "quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
 ]
 
 
@@ -248,6 +253,7 @@ class TestRefusals:
             ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}, (0, 0, 64)),
             ("qwen3", {"use_sliding_window": True, "max_window_layers": 0}, (64,) * 3),
             ("qwen3_moe", {"use_sliding_window": True}, (64,) * 3),
+            ("gpt_oss", _YARN, (64, 0, 64)),
             (
                 "qwen3",
                 {
@@ -307,6 +313,12 @@ class TestRefusals:
     def test_broken_values_are_usage_errors(self, settings: dict[str, Any], named: str) -> None:
         with pytest.raises(UsageError, match=named):
             parse_model_config(small("llama", **settings))
+
+
+def test_quantization_of_experts_with_biases_is_refused() -> None:
+    config = parse_model_config(small("gpt_oss", **_YARN))
+    with pytest.raises(UsageError, match="--quantization fp8: gpt_oss has experts with biases"):
+        quantize_at_load(config, "fp8")
 
 
 class TestDirectory:
