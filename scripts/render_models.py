@@ -46,7 +46,10 @@ Mistral, Mixtral and Qwen checkpoints may have sliding windows, in all layers or
 all tokens, even those that no window reaches any more.
 
 gpt-oss has windows in every other layer, and attention sinks: learned scores that join the softmax
-of each head. Its experts have biases and a clamped activation.
+of each head. Its experts have biases and a clamped activation. They may be in MXFP4
+(`quant_method: mxfp4`), as OpenAI publishes them. A GPU keeps them in four bits, and a CPU
+dequantizes them when it loads them. With `--tp-size`, the experts' width has to be a multiple of 32
+on every rank. `--quantization fp8` is refused.
 
 Rope types: {rope}. `yarn` stretches the context to `factor` times the original one. `dynamic`
 changes nothing, because it acts only after `max_position_embeddings` tokens.

@@ -4,8 +4,9 @@ A decode step reads all weights once and the KV of every sequence once. For a mi
 count the experts that the batch is expected to choose if all are equally likely. A prompt costs two
 floating-point operations per weight and token (of the output head only for its last token) and the
 products of causal attention. The roofline is the slower of the two. We leave out activations, KV
-writes and the embedding's rows. Ceilings are rates that simple programs reached on the GPU, because
-data sheets promise more: an H200 streams 4.33 TB/s and computes 800 TFLOP/s of bf16 products.
+writes and the embedding's rows. A layer with a sliding window reads no KV before it. Ceilings are
+rates that simple programs reached on the GPU, because data sheets promise more: an H200 streams
+4.33 TB/s and computes 800 TFLOP/s of bf16 products.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pd.models.config import ModelConfig
+
+
+# Bytes of a weight in MXFP4, with its share of a scale.
+_MXFP4_WIDTH = 17 / 32
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,15 @@ class Roofline:
         if model.num_experts:
             missed = 1 - model.num_experts_per_tok / model.num_experts
             experts = model.num_experts * (1 - missed**num_tokens)
-        return (model.count_weights(experts) + self._head) * self._width
+        others = model.count_weights(0) + self._head
+        routed = model.count_weights(experts) - model.count_weights(0)
+        routed_width = _MXFP4_WIDTH if model.mxfp4_experts else self._width
+        return others * self._width + routed * routed_width
+
+    def _count_seen(self, context: float) -> float:
+        """Count the tokens that the last of ``context`` tokens sees, on average over the layers."""
+        windows = self._model.windows or (0,)
+        return sum(min(context, each or context) for each in windows) / len(windows)
 
     def _count_flops(self, num_tokens: int, num_pairs: float, num_logits: int) -> float:
         """Count floating-point operations; ``num_pairs`` counts queries with each of their keys."""
@@ -68,14 +81,15 @@ class Roofline:
 
     def decode_seconds(self, batch: int, context: float) -> float:
         """One step of ``batch`` sequences of ``context`` tokens each."""
-        num_bytes = self._weight_bytes(batch) + batch * context * self._kv_bytes
-        return self._seconds(num_bytes, self._count_flops(batch, batch * context, batch))
+        pairs = batch * self._count_seen(context)
+        num_bytes = self._weight_bytes(batch) + pairs * self._kv_bytes
+        return self._seconds(num_bytes, self._count_flops(batch, pairs, batch))
 
     def prefill_seconds(self, num_tokens: int, cached: int = 0) -> float:
         """A prompt of ``num_tokens``; the pool has ``cached`` of them."""
         new = num_tokens - cached
-        pairs = new * cached + new * (new + 1) / 2
-        num_bytes = self._weight_bytes(new) + cached * self._kv_bytes
+        pairs = new * self._count_seen(cached + (new + 1) / 2)
+        num_bytes = self._weight_bytes(new) + self._count_seen(cached) * self._kv_bytes
         return self._seconds(num_bytes, self._count_flops(new, pairs, 1))
 
     def offline_seconds(self, count: int, num_in: int, num_out: int, batch: int) -> float:

@@ -1,7 +1,8 @@
 """Models that our programs know by name: pd has their ``config.json``, and weights are dummies.
 
 ``mixtral-8x1b`` is not a published model. It has TinyLlama's shape with Mixtral's experts, so it is
-small enough to measure next to the 8B models.
+small enough to measure next to the 8B models. ``gpt-oss-20b`` has experts in MXFP4, and
+``gpt-oss-20b-bf16`` has the same in bfloat16.
 """
 
 from __future__ import annotations
@@ -11,7 +12,15 @@ from pathlib import Path
 from pd.embedded import EMBEDDED_MODEL
 
 _SHAPES = Path(__file__).resolve().parents[1] / "assets" / "shapes"
-SHAPES = ("llama-3.1-8b", "llama-3.1-70b", "llama-3.2-1b", "qwen3-8b", "mixtral-8x1b")
+SHAPES = (
+    "llama-3.1-8b",
+    "llama-3.1-70b",
+    "llama-3.2-1b",
+    "qwen3-8b",
+    "mixtral-8x1b",
+    "gpt-oss-20b",
+    "gpt-oss-20b-bf16",
+)
 NAMES = (*SHAPES, "embedded")
 # EAGLE heads. The name of each starts with the name of its model.
 EAGLE_SHAPES = ("llama-3.1-8b-eagle3",)

@@ -9,6 +9,7 @@ import torch
 from pd.kernels.activation import clamped_swiglu
 from pd.kernels.dispatch import uses_triton
 from pd.kernels.linear import gate_up_silu, linear
+from pd.kernels.mxfp4 import Mxfp4Weight
 
 if TYPE_CHECKING:
     from pd.kernels.activation import ClampedGate
@@ -89,8 +90,8 @@ def moe_mlp(
     x: torch.Tensor,
     weights: torch.Tensor,
     ids: torch.Tensor,
-    gate_up: Weight,
-    down: Weight,
+    gate_up: Weight | Mxfp4Weight,
+    down: Weight | Mxfp4Weight,
     clamp: ClampedGate | None = None,
 ) -> torch.Tensor:
     """Compute the weighted sum of each token's experts, ``down(silu(gate(x)) * up(x))`` each.
@@ -99,15 +100,16 @@ def moe_mlp(
         x: ``[tokens, hidden]``.
         weights, ids: from :func:`route_tokens` or :func:`route_in_groups`. The ids of a token
             differ.
-        gate_up: ``[experts, 2 * size, hidden]``, gate then up, contiguous or in fp8.
-        down: ``[experts, hidden, size]``, contiguous or in fp8, too.
+        gate_up: ``[experts, 2 * size, hidden]``, gate then up, contiguous, in fp8 or in MXFP4.
+        down: ``[experts, hidden, size]`` in the same format.
         clamp: another activation than silu, and biases. Then the rows of ``gate_up`` alternate gate
             and up.
 
     Returns:
         A new tensor like ``x``.
     """
-    if isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor) and uses_triton(x):
+    if uses_triton(x) and isinstance(gate_up, torch.Tensor | Mxfp4Weight):
+        assert isinstance(down, torch.Tensor | Mxfp4Weight)
         from pd.kernels import moe_triton
 
         return moe_triton.moe_mlp(x, weights, ids, gate_up, down, clamp)
@@ -123,7 +125,7 @@ def moe_mlp(
             continue
         start, stop = stop, stop + count
         mine = tokens[start:stop]
-        first, second = _select_matrix(gate_up, expert), _select_matrix(down, expert)
+        first, second = (_select_matrix(each, expert, x.dtype) for each in (gate_up, down))
         if clamp is None:
             result = linear(gate_up_silu(x[mine], first), second)
         else:
@@ -134,5 +136,7 @@ def moe_mlp(
     return out
 
 
-def _select_matrix(weights: Weight, expert: int) -> Weight:
+def _select_matrix(weights: Weight | Mxfp4Weight, expert: int, dtype: torch.dtype) -> Weight:
+    if isinstance(weights, Mxfp4Weight):
+        return weights.dequantize_matrix(expert, dtype)
     return weights[expert] if isinstance(weights, torch.Tensor) else weights.select(expert)

@@ -24,6 +24,7 @@ from pd.kernels.triton_launch import launch_kernel, start_next, wait_for_previou
 
 if TYPE_CHECKING:
     from pd.kernels.activation import ClampedGate
+    from pd.kernels.mxfp4 import Mxfp4Weight
 
 _SORT_CHUNK = 1024
 
@@ -128,9 +129,115 @@ def _find_block(starts, block, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS:
 
 
 @triton.jit
+def _sum_products(
+    x_rows,
+    has_row,
+    w_rows,
+    has_column,
+    shift,
+    inputs,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """Rows of ``x`` times rows of a matrix, and, if GATED, times rows ``shift`` numbers further."""
+    depth = tl.arange(0, DEPTH)
+    x_at, w_at = x_rows[:, None] + depth[None, :], w_rows[None, :] + depth[:, None]
+    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    ups = sums
+    for start in range(0, inputs, DEPTH):
+        in_depth = depth < inputs - start
+        w_mask = in_depth[:, None] & has_column[None, :]
+        tile = tl.load(x_at + start, mask=has_row[:, None] & in_depth[None, :], other=0.0)
+        w = tl.load(w_at + start, mask=w_mask, other=0.0)
+        sums = tl.dot(tile, w, sums, input_precision="ieee")
+        if GATED:
+            w = tl.load(w_at + start + shift, mask=w_mask, other=0.0)
+            ups = tl.dot(tile, w, ups, input_precision="ieee")
+    return sums, ups
+
+
+@triton.jit
+def _sum_mxfp4_products(
+    x_rows,
+    has_row,
+    block_rows,
+    scale_rows,
+    has_column,
+    inputs,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """Rows of ``x``, in half precision, times rows of a matrix in MXFP4. The compiler unpacks it in
+    registers."""
+    depth, packed, group = tl.arange(0, DEPTH), tl.arange(0, DEPTH // 2), tl.arange(0, DEPTH // 32)
+    x_at, w_at = x_rows[:, None] + depth[None, :], block_rows[None, :] + packed[:, None]
+    scale_at = scale_rows[:, None] + group[None, :]
+    format: tl.constexpr = "bf16" if x_rows.dtype.element_ty == tl.bfloat16 else "fp16"
+    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, inputs, DEPTH):
+        left = inputs - start
+        x_mask = has_row[:, None] & (depth < left)[None, :]
+        w_mask = (packed < left // 2)[:, None] & has_column[None, :]
+        scale_mask = has_column[:, None] & (group < left // 32)[None, :]
+        tile = tl.load(x_at + start, mask=x_mask, other=0.0)
+        w = tl.load(w_at + start // 2, mask=w_mask, other=0)
+        scale = tl.load(scale_at + start // 32, mask=scale_mask, other=0)
+        # fast_math: no scale is NaN.
+        sums = tl.dot_scaled(tile, None, format, w, scale, "e2m1", sums, fast_math=True)
+    return sums
+
+
+@triton.jit
+def _decode_mxfp4(codes, scales, DTYPE: tl.constexpr):
+    """The values of E2M1 codes times scales, which are E8M0."""
+    exponent, mantissa = (codes >> 1) & 3, (codes & 1).to(tl.int32)
+    doubled = tl.where(exponent == 0, mantissa, ((2 + mantissa) << exponent) >> 1)
+    signed = tl.where((codes & 8) == 0, doubled, -doubled).to(tl.float32)
+    return (signed * 0.5 * (scales.to(tl.int32) << 23).to(tl.float32, bitcast=True)).to(DTYPE)
+
+
+@triton.jit
+def _sum_unpacked_products(
+    x_rows,
+    has_row,
+    block_rows,
+    scale_rows,
+    has_column,
+    inputs,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """:func:`_sum_mxfp4_products` for float32 and for the interpreter. Inputs with even and odd
+    numbers are multiplied one after the other, because their codes share bytes."""
+    packed = tl.arange(0, DEPTH // 2)
+    dtype: tl.constexpr = x_rows.dtype.element_ty
+    x_at, w_at = x_rows[:, None] + 2 * packed[None, :], block_rows[None, :] + packed[:, None]
+    scale_at = scale_rows[None, :] + packed[:, None] // 16
+    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, inputs, DEPTH):
+        in_depth = packed < (inputs - start) // 2
+        x_mask, w_mask = (
+            has_row[:, None] & in_depth[None, :],
+            in_depth[:, None] & has_column[None, :],
+        )
+        even = tl.load(x_at + start, mask=x_mask, other=0.0)
+        odd = tl.load(x_at + start + 1, mask=x_mask, other=0.0)
+        w = tl.load(w_at + start // 2, mask=w_mask, other=0)
+        scale = tl.load(scale_at + start // 32, mask=w_mask, other=0)
+        sums = tl.dot(even, _decode_mxfp4(w & 15, scale, dtype), sums, input_precision="ieee")
+        sums = tl.dot(odd, _decode_mxfp4(w >> 4, scale, dtype), sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit
 def _multiply_blocks(
     x,
     matrices,
+    scales,
     out,
     starts,
     order,
@@ -148,13 +255,15 @@ def _multiply_blocks(
     DEPTH: tl.constexpr,
     GATED: tl.constexpr,
     CLAMPED: tl.constexpr,
+    UNPACK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A block of rows of one expert times COLUMNS of its outputs.
+    """A block of rows of one expert times COLUMNS rows of its matrix.
 
-    GATED: from tokens ``x`` to sorted rows, with the activation. Otherwise: from sorted rows to the
-    places of their assignments, times their weights. CLAMPED: with ``biases``, and gate and up
-    alternate.
+    GATED: from tokens ``x`` to sorted rows, with the activation, which halves the columns.
+    Otherwise: from sorted rows to the places of their assignments, times their weights. CLAMPED:
+    with ``biases``, and gate and up alternate. UNPACK: whether matrices with ``scales``, in MXFP4,
+    are unpacked by this program. ``outputs`` counts the columns of the result.
     """
     start_next(PDL)
     wait_for_previous(PDL)
@@ -167,46 +276,53 @@ def _multiply_blocks(
             source, target = (assigned // TOP_K).to(tl.int64), rows.to(tl.int64)
         else:
             source, target = rows.to(tl.int64), assigned.to(tl.int64)
-        columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-        has_column = columns < outputs
-        depth = tl.arange(0, DEPTH)
-        x_at = x + source[:, None] * inputs + depth[None, :]
         num_rows = 2 * outputs if GATED else outputs
-        shift = outputs.to(tl.int64)  # from the row of a gate to its up
-        matrix_rows = expert.to(tl.int64) * num_rows + columns
-        if GATED and CLAMPED:
-            shift = shift * 0 + 1
-            matrix_rows += columns
-        w_at = matrices + matrix_rows[None, :] * inputs + depth[:, None]
-        gate_shift = shift * inputs
-        sums = tl.zeros([ROWS, COLUMNS], tl.float32)
-        ups = sums
-        for start in range(0, inputs, DEPTH):
-            in_depth = depth < inputs - start
-            w_mask = in_depth[:, None] & has_column[None, :]
-            tile = tl.load(x_at + start, mask=has_row[:, None] & in_depth[None, :], other=0.0)
-            w = tl.load(w_at + start, mask=w_mask, other=0.0)
-            sums = tl.dot(tile, w, sums, input_precision="ieee")
-            if GATED:
-                w = tl.load(w_at + start + gate_shift, mask=w_mask, other=0.0)
-                ups = tl.dot(tile, w, ups, input_precision="ieee")
+        # Gate and up either alternate, or have the same number in two halves of the matrix.
+        APART: tl.constexpr = GATED and not CLAMPED
+        WIDTH: tl.constexpr = COLUMNS // 2 if APART else COLUMNS
+        w_columns = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+        has_w = w_columns < (outputs if APART else num_rows)
+        w_rows = expert.to(tl.int64) * num_rows + w_columns
+        x_rows = x + source * inputs
+        if scales is None:
+            shift = outputs.to(tl.int64) * inputs
+            sums, ups = _sum_products(
+                x_rows,
+                has_row,
+                matrices + w_rows * inputs,
+                has_w,
+                shift,
+                inputs,
+                ROWS,
+                WIDTH,
+                DEPTH,
+                APART,
+            )
+        elif UNPACK:
+            at, scale_at = matrices + w_rows * (inputs // 2), scales + w_rows * (inputs // 32)
+            sums = _sum_unpacked_products(
+                x_rows, has_row, at, scale_at, has_w, inputs, ROWS, WIDTH, DEPTH
+            )
+        else:
+            at, scale_at = matrices + w_rows * (inputs // 2), scales + w_rows * (inputs // 32)
+            sums = _sum_mxfp4_products(
+                x_rows, has_row, at, scale_at, has_w, inputs, ROWS, WIDTH, DEPTH
+            )
         dtype: tl.constexpr = out.dtype.element_ty
         if CLAMPED:
-            sums += tl.load(biases + matrix_rows, mask=has_column, other=0.0).to(tl.float32)[
-                None, :
-            ]
-        if GATED:
-            if CLAMPED:
-                bias = tl.load(biases + matrix_rows + 1, mask=has_column, other=0.0)
-                ups += bias.to(tl.float32)[None, :]
-                result = apply_clamped_gate(sums, ups, alpha, limit, dtype)
-            else:
-                result = apply_gate(sums, ups, dtype)
+            sums += tl.load(biases + w_rows, mask=has_w, other=0.0).to(tl.float32)[None, :]
+        if APART:
+            result = apply_gate(sums, ups, dtype)
+        elif GATED:
+            gates, ups = tl.split(tl.reshape(sums, [ROWS, WIDTH // 2, 2]))
+            result = apply_clamped_gate(gates, ups, alpha, limit, dtype)
         else:
             scale = tl.load(weights + assigned, mask=has_row, other=0.0).to(tl.float32)
             result = (sums * scale[:, None]).to(dtype)
+        STORED: tl.constexpr = COLUMNS // 2 if GATED else COLUMNS
+        columns = tl.program_id(0) * STORED + tl.arange(0, STORED)
         there = out + target[:, None] * outputs + columns[None, :]
-        tl.store(there, result, mask=has_row[:, None] & has_column[None, :])
+        tl.store(there, result, mask=has_row[:, None] & (columns < outputs)[None, :])
 
 
 def route_tokens(
@@ -245,17 +361,27 @@ def _sort_by_expert(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torc
     return order, starts
 
 
+def _split_scales(
+    weight: torch.Tensor | Mxfp4Weight,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return a stack of matrices, and its scales if it is in MXFP4."""
+    return (weight, None) if isinstance(weight, torch.Tensor) else weight
+
+
 def moe_mlp(
     x: torch.Tensor,
     weights: torch.Tensor,
     ids: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: torch.Tensor | Mxfp4Weight,
+    down: torch.Tensor | Mxfp4Weight,
     clamp: ClampedGate | None = None,
 ) -> torch.Tensor:
     """:func:`pd.kernels.moe.moe_mlp`."""
     tokens, top_k = ids.shape
-    experts, hidden, size = down.shape
+    first, first_scales = _split_scales(gate_up)
+    second, second_scales = _split_scales(down)
+    experts, hidden = second.shape[:2]
+    size = first.shape[1] // 2
     count = tokens * top_k
     if count == 0:
         return torch.zeros_like(x)
@@ -267,18 +393,20 @@ def moe_mlp(
     blocks = used + (count - used) // tile.rows
     biases = (None, None) if clamp is None else (clamp.gate_up_bias, clamp.down_bias)
     alpha, limit = (0.0, 0.0) if clamp is None else (clamp.alpha, clamp.limit)
-    for source, matrices, bias, out, is_gated in (
-        (x, gate_up, biases[0], inner, True),
-        (inner, down, biases[1], results, False),
+    assert first_scales is None or clamp is not None, "in MXFP4, gate and up alternate"
+    unpacks = x.dtype == torch.float32 or not x.is_cuda
+    for source, matrices, scales, bias, out, is_gated in (
+        (x, first, first_scales, biases[0], inner, True),
+        (inner, second, second_scales, biases[1], results, False),
     ):
         outputs = out.shape[1]
-        columns = tile.columns // 2 if is_gated else tile.columns
         launch_kernel(
             _multiply_blocks,
-            (triton.cdiv(outputs, columns), blocks),
+            (triton.cdiv(outputs * (2 if is_gated else 1), tile.columns), blocks),
             x.device,
             source,
             matrices,
+            scales,
             out,
             starts,
             order,
@@ -292,10 +420,11 @@ def moe_mlp(
             EXPERTS=experts,
             EXPERTS_BLOCK=triton.next_power_of_2(experts),
             ROWS=tile.rows,
-            COLUMNS=columns,
+            COLUMNS=tile.columns,
             DEPTH=tile.depth,
             GATED=is_gated,
             CLAMPED=clamp is not None,
+            UNPACK=unpacks,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )

@@ -34,6 +34,7 @@ class Architecture:
         has_experts: whether the MLP is a sparse mixture of experts.
         has_latents: whether attention is to latents of K and V (MLA).
         has_sinks: whether attention has sinks.
+        has_mxfp4: whether the weights of experts may be in MXFP4.
         implemented: keys of ``config.json`` that :mod:`pd.models.refusals` refuses for other
             architectures, but :meth:`adapt_config` represents.
         neutral: values, by key, of further settings that change nothing. We refuse all others.
@@ -45,6 +46,7 @@ class Architecture:
     has_experts: ClassVar[bool] = False
     has_latents: ClassVar[bool] = False
     has_sinks: ClassVar[bool] = False
+    has_mxfp4: ClassVar[bool] = False
     implemented: ClassVar[frozenset[str]] = frozenset()
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
 

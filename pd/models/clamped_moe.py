@@ -7,31 +7,91 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from pd.core.errors import UsageError
 from pd.kernels.activation import ClampedGate
 from pd.kernels.moe import moe_mlp, route_tokens
+from pd.kernels.mxfp4 import MX_BLOCK, Mxfp4Weight
 from pd.models.layers import MLP, Linear, NamedPlaces, add_prefix
 from pd.models.matrix import make_parameter
+from pd.models.scales import MXFP4_SCALES
 from pd.models.tensor_parallel import TensorParallel, WeightDestination
 
 if TYPE_CHECKING:
     from pd.models.config import ModelConfig
 
 
-class ClampedExperts(nn.Module):
-    """The gated MLPs of a mixture. Each rank has a part of every expert.
+class ExpertStack(nn.Module):
+    """One projection of all experts, in the model's dtype or in MXFP4.
 
-    A checkpoint has one tensor for all experts, with inputs before outputs. We load it into a
-    transposed view, because kernels read the inputs of an output in one piece.
+    In the model's dtype, a checkpoint has the inputs before the outputs. We load it into a
+    transposed view, because kernels read the inputs of an output in one piece. A CPU has no
+    products of MXFP4, so we dequantize it after loading.
+
+    Args:
+        outputs, inputs: sizes of this rank's part.
+        split: the dimension of ``[experts, outputs, inputs]`` that the ranks divide.
+
+    Raises:
+        UsageError: the inputs of this rank are no whole blocks of MXFP4.
     """
+
+    def __init__(
+        self, name: str, count: int, outputs: int, inputs: int, split: int, is_mxfp4: bool
+    ) -> None:
+        super().__init__()
+        self._name, self._split = name, split
+        self._dtype = torch.get_default_dtype()
+        self._mxfp4: Mxfp4Weight | None = None
+        if not is_mxfp4:
+            self.values = make_parameter(count, outputs, inputs)
+            return
+        groups, rest = divmod(inputs, MX_BLOCK)
+        if rest:
+            raise UsageError(
+                f"{name} in mxfp4: a rank's {inputs} inputs are no multiple of {MX_BLOCK}; use "
+                "another --tp-size"
+            )
+        self.blocks = make_parameter(count, outputs, groups, MX_BLOCK // 2, dtype=torch.uint8)
+        self.scales = make_parameter(count, outputs, groups, dtype=torch.uint8)
+        self._mxfp4 = Mxfp4Weight(self.blocks, self.scales)
+
+    @property
+    def weight(self) -> torch.Tensor | Mxfp4Weight:
+        """The stack as :func:`pd.kernels.moe.moe_mlp` takes it."""
+        return self.values if self._mxfp4 is None else self._mxfp4
+
+    def prepare_weights(self) -> None:
+        mxfp4 = self._mxfp4
+        if mxfp4 is None or mxfp4.blocks.device.type != "cpu":
+            return
+        count, outputs, groups = mxfp4.scales.shape
+        values = torch.empty(count, outputs, groups * MX_BLOCK, dtype=self._dtype)
+        for index, matrix in enumerate(values):
+            matrix.copy_(mxfp4.dequantize_matrix(index, self._dtype))
+        self.values = nn.Parameter(values, requires_grad=False)
+        self._mxfp4 = None
+        del self.blocks, self.scales
+
+    def list_tensors(self) -> NamedPlaces:
+        if self._mxfp4 is None:
+            yield self._name, WeightDestination(self.values.transpose(1, 2), 3 - self._split)
+        else:
+            yield f"{self._name}_blocks", WeightDestination(self.blocks, self._split)
+            yield f"{self._name}{MXFP4_SCALES}", WeightDestination(self.scales, self._split)
+
+
+class ClampedExperts(nn.Module):
+    """The gated MLPs of a mixture. Each rank has a part of every expert."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
         assert config.clamp is not None
         self._tp, self._clamp = tp, config.clamp
         count, hidden, size = config.num_experts, config.hidden_size, config.intermediate_size
-        self.gate_up = make_parameter(count, 2 * size, hidden)
+        is_mxfp4 = config.mxfp4_experts
+        self.gate_up = ExpertStack("gate_up_proj", count, 2 * size, hidden, 1, is_mxfp4)
         self.gate_up_bias = make_parameter(count, 2 * size)
-        self.down = make_parameter(count, hidden, size)
+        self.down = ExpertStack("down_proj", count, hidden, size, 2, is_mxfp4)
         self.down_bias = make_parameter(count, hidden)
 
     def compute_part(
@@ -40,16 +100,18 @@ class ClampedExperts(nn.Module):
         """Compute this rank's summand of :func:`pd.kernels.moe.moe_mlp`."""
         clamp, biases = self._clamp, (self.gate_up_bias, self.down_bias)
         gate = ClampedGate(clamp.alpha, clamp.limit, *biases)
-        return moe_mlp(x, weights, ids, self.gate_up, self.down, gate)
+        return moe_mlp(x, weights, ids, self.gate_up.weight, self.down.weight, gate)
 
     def prepare_weights(self) -> None:
         if self._tp.rank > 0:
             self.down_bias.zero_()  # the sum over the ranks contains the bias of rank 0
+        self.gate_up.prepare_weights()
+        self.down.prepare_weights()
 
     def list_tensors(self) -> NamedPlaces:
-        yield "gate_up_proj", WeightDestination(self.gate_up.transpose(1, 2), 2)
+        yield from self.gate_up.list_tensors()
         yield "gate_up_proj_bias", WeightDestination(self.gate_up_bias, 1)
-        yield "down_proj", WeightDestination(self.down.transpose(1, 2), 1)
+        yield from self.down.list_tensors()
         yield "down_proj_bias", WeightDestination(self.down_bias)
 
 

@@ -156,6 +156,7 @@ class ModelConfig:
         norm_topk_prob: whether the chosen experts' weights are scaled to sum to 1.
         router: float32 router of DeepSeek's models; None for a softmax in the model's dtype.
         clamp: activation of experts with biases; None for ``silu(gate) * up`` without biases.
+        mxfp4_experts: whether these experts are in MXFP4 (:mod:`pd.kernels.mxfp4`).
         num_shared_experts: experts that every token uses in addition to the chosen ones.
         num_dense_layers: leading layers whose MLP is dense although ``num_experts`` > 0.
         dense_size: width of the MLP of these layers.
@@ -191,6 +192,7 @@ class ModelConfig:
     norm_topk_prob: bool = True
     router: RouterConfig | None = None
     clamp: ClampConfig | None = None
+    mxfp4_experts: bool = False
     num_shared_experts: int = 0
     num_dense_layers: int = 0
     dense_size: int = 0

@@ -88,7 +88,7 @@ def parse_model_config(
         num_experts_per_tok=(
             get_positive_int(cfg, "num_experts_per_tok") if architecture.has_experts else 0
         ),
-        quantization=read_quantization(cfg),
+        quantization=read_quantization(cfg, architecture.has_mxfp4),
         dtype=str(dtype).removeprefix("torch.") if dtype else None,
         eos_token_ids=endings.ids,
         eos_problems=endings.problems,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pd.models.architecture import Architecture
 from pd.models.config import ClampConfig
+from pd.models.quantization_reader import is_mxfp4
 from pd.models.refusals import refuse_setting
 from pd.models.settings import get_number, get_positive_int
 from pd.models.window_reader import read_layer_windows
@@ -37,6 +38,7 @@ class GptOss(Architecture):
     }
     has_experts = True
     has_sinks = True
+    has_mxfp4 = True
 
     def adapt_config(self, config: ModelConfig, cfg: Settings) -> ModelConfig:
         if not cfg.get("rope_parameters") and not cfg.get("rope_scaling"):
@@ -51,6 +53,7 @@ class GptOss(Architecture):
             output_bias=bias,
             attention_sinks=True,
             clamp=ClampConfig(get_number(cfg, "swiglu_alpha"), get_number(cfg, "swiglu_limit")),
+            mxfp4_experts=is_mxfp4(cfg),
         )
 
     def read_windows(self, cfg: Settings) -> tuple[int, ...]:

@@ -18,10 +18,12 @@ from tqdm import tqdm
 
 from pd.core.errors import UnsupportedModelError, UsageError
 from pd.kernels.fp8 import FP8, convert_saturated
+from pd.kernels.mxfp4 import MX_BLOCK
 from pd.models.causal_lm import EMBEDDING, HEAD
 from pd.models.checkpoint import INDEX, find_checkpoint
 from pd.models.registry import find_architecture
 from pd.models.scales import (
+    MXFP4_SCALES,
     NO_SCALES,
     Scales,
     find_weight,
@@ -44,6 +46,8 @@ _IGNORED_SUFFIX = ".rotary_emb.inv_freq"
 # Dummy weights repeat a block of this many normal numbers, because drawing 8 billion numbers one by
 # one would take minutes. It is a prime, so no two rows of a matrix are alike.
 _DUMMY_BLOCK = 4_194_301
+# Standard deviation of random codes in MXFP4 before they are scaled.
+_MXFP4_STD = 2.9
 # Standard deviation of dummy weights in fp8 before they are scaled, and the scale of their inputs,
 # which are rarely above 6.
 _FP8_STD = 112.0
@@ -237,7 +241,11 @@ def _copy_tensor(
     scale = scales.find_scale(name)
     is_whole = place.split is None or (place.fp8 is not None and scale is None)
     part = stored.get_tensor(name) if is_whole else whole[place.slice_part(tp)]
-    if scale is not None and part.dtype == FP8:
+    if place.memory.dtype == torch.uint8 == part.dtype:
+        place.memory.copy_(part)
+    elif place.memory.dtype == torch.uint8:
+        raise UsageError(f"{shard}: tensor {name} is {part.dtype}, but MXFP4 is stored in bytes")
+    elif scale is not None and part.dtype == FP8:
         scales.copy_quantized(place, tp, part, scale)
     elif not part.is_floating_point() or part.element_size() < 2:
         raise UsageError(
@@ -316,6 +324,8 @@ def _fill_dummy(
     for name, place in places.items():
         if name.endswith("norm.weight"):
             place.memory.fill_(1.0)
+        elif place.memory.dtype == torch.uint8:
+            _fill_mxfp4(name, place, tp, seed)
         else:
             shape = place.whole_shape(tp)
             scale = 0.02 if len(shape) == 1 else shape[-1] ** -0.5
@@ -329,17 +339,37 @@ def _fill_dummy(
         bar.update(place.memory.nbytes)
 
 
+def _fill_mxfp4(name: str, place: WeightDestination, tp: TensorParallel, seed: int) -> None:
+    """Fill in random codes, or scales with which they have about the variance of a matrix."""
+    if name.endswith(MXFP4_SCALES):
+        std = (place.whole_shape(tp)[-1] * MX_BLOCK) ** -0.5
+        place.memory.fill_(127 + round(math.log2(std / _MXFP4_STD)))
+        return
+    block = torch.empty(_count_block(place, tp), dtype=torch.uint8)
+    block.random_(0, 256, generator=_make_generator(f"{seed}/{name}"))
+    _fill_repeatedly(place, tp, block)
+
+
 def _fill_normal(place: WeightDestination, tp: TensorParallel, std: float, key: str) -> None:
-    generator = torch.Generator()
+    dtype, block = place.memory.dtype, torch.empty(_count_block(place, tp), dtype=torch.float32)
+    block.normal_(std=std, generator=_make_generator(key))
+    _fill_repeatedly(place, tp, convert_saturated(block) if dtype == FP8 else block.to(dtype))
+
+
+def _make_generator(key: str) -> torch.Generator:
     digest = hashlib.sha256(key.encode()).digest()
-    generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    memory, (rows, *columns) = place.memory, place.whole_shape(tp)
-    width = math.prod(columns)
-    block = torch.empty(min(rows * width, _DUMMY_BLOCK), dtype=torch.float32)
-    block.normal_(std=std, generator=generator)
-    block = (convert_saturated(block) if memory.dtype == FP8 else block.to(memory.dtype)).to(
-        memory.device
-    )
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def _count_block(place: WeightDestination, tp: TensorParallel) -> int:
+    """Count the numbers to draw for a tensor."""
+    return min(math.prod(place.whole_shape(tp)), _DUMMY_BLOCK)
+
+
+def _fill_repeatedly(place: WeightDestination, tp: TensorParallel, block: torch.Tensor) -> None:
+    """Fill a rank's part of a tensor that consists of an endless repetition of ``block``."""
+    memory, (_, *columns) = place.memory, place.whole_shape(tp)
+    width, block = math.prod(columns), block.to(memory.device)
     mine, *inner = place.slice_part(tp)
     if not place.split and memory.is_contiguous():
         _repeat_block(block, mine.start * width, memory.view(-1))

@@ -25,14 +25,18 @@ MODELOPT_FILE = "hf_quant_config.json"
 _KEYS = ("quantization_config", "compression_config")
 
 
-def read_quantization(cfg: Settings) -> QuantizationConfig | None:
-    """Read ``quantization_config`` of the content of ``config.json``; None without it.
+def read_quantization(cfg: Settings, has_mxfp4: bool = False) -> QuantizationConfig | None:
+    """Read ``quantization_config`` of the content of ``config.json``; None without it, or if it is
+    MXFP4.
+
+    Args:
+        has_mxfp4: of the :class:`pd.models.architecture.Architecture`.
 
     Raises:
         UnsupportedModelError: the method or one of its settings is not implemented.
     """
     settings = get_mapping(cfg, *_KEYS)
-    if not settings:
+    if not settings or (has_mxfp4 and is_mxfp4(cfg)):
         return None
     method = settings.get("quant_method")
     if method == "fp8":
@@ -42,6 +46,12 @@ def read_quantization(cfg: Settings) -> QuantizationConfig | None:
     if method == "modelopt":
         return _read_modelopt(settings)
     refuse_setting("quantization_config.quant_method", method)
+
+
+def is_mxfp4(cfg: Settings) -> bool:
+    """Whether experts are in MXFP4. Their tensors have names of their own, so we do not read the
+    list of modules that are left out."""
+    return get_mapping(cfg, *_KEYS).get("quant_method") == "mxfp4"
 
 
 def quantize_at_load(config: ModelConfig, quantization: str) -> ModelConfig:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 # scale; DeepSeek's name for the scale means that it is the inverse of the one that was used before.
 _SCALES = (".weight_scale", ".weight_scale_inv")
 _INPUT_SCALES = (".input_scale", ".activation_scale")
+# Ending of the names of scales in MXFP4, which have places of their own.
+MXFP4_SCALES = "_scales"
 # Scales of a KV cache in fp8. Our KV has another dtype, so we do not need them.
 _UNUSED = ("k_scale", "v_scale", "q_scale", "prob_scale", "kv_scale", "output_scale")
 

@@ -275,3 +275,12 @@ def test_the_roofline_of_experts_grows_with_those_that_a_batch_touches() -> None
     head = 2048 * 32000
     assert one == pytest.approx(2 * (22 * (layer + 2 * expert) + head) / 4.33e12, rel=1e-3)
     assert many == pytest.approx(2 * (22 * (layer + 8 * expert) + head) / 4.33e12, rel=1e-3)
+
+
+def test_the_roofline_of_gpt_oss_has_experts_in_four_bits_and_windows() -> None:
+    layer, expert = 2 * 2880 * (4096 + 512) + 2880 * 32, 3 * 2880 * 2880
+    others = 2 * (24 * layer + 2880 * 201088)
+    kv = 2 * 2 * 8 * 64 * 12 * (4096 + 128)
+    for name, width in (("gpt-oss-20b", 17 / 32), ("gpt-oss-20b-bf16", 2)):
+        seconds = (others + 24 * 4 * expert * width + kv) / 4.33e12
+        assert roofline(name).decode_seconds(1, 4096) == pytest.approx(seconds)

@@ -1,5 +1,5 @@
-"""The kernels of drafts compile for a GPU that is not here: the interpreter accepts more than the
-compiler does."""
+"""Kernels of drafts and of experts in MXFP4 compile for a GPU that is not here: the interpreter
+accepts more than the compiler does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pd.kernels import acceptance_triton, penalties_triton
+from pd.kernels import acceptance_triton, moe_triton, penalties_triton
 from pd.kernels.attention import triton_kernel
 
 def compiled(kernel, pointers, numbers, constants):
@@ -63,6 +63,15 @@ for width in (0, 4):
 counted = {"counts": "*i32"} | int64("places tokens sampled_rows sampled")
 pairs = {"vocab": "i32", "num_pairs": "i32"}
 compiled(penalties_triton._count_tokens, counted, pairs, {"PAIRS": 128, "PDL": False})
+experts = {"matrices": "*u8", "scales": "*u8", "starts": "*i32", "order": "*i32"}
+numbers = {"inputs": "i32", "outputs": "i32", "alpha": "fp32", "limit": "fp32"}
+shape = {"TOP_K": 4, "EXPERTS": 32, "EXPERTS_BLOCK": 32, "CLAMPED": True, "PDL": False}
+for gated, dtype in itertools.product((True, False), ("bf16", "fp16", "fp32")):
+    halves = dict.fromkeys("x out weights biases".split(), "*" + dtype)
+    tile = (16, 32, 32) if dtype == "fp32" else (16, 64, 128)
+    tile = dict(zip(("ROWS", "COLUMNS", "DEPTH"), tile))
+    constants = shape | tile | {"GATED": gated, "UNPACK": dtype == "fp32"}
+    compiled(moe_triton._multiply_blocks, experts | halves, numbers, constants)
 """
 
 
@@ -73,3 +82,4 @@ def test_kernels_of_drafts_compile() -> None:
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert ran.stdout.split().count("paged_attention") == 9
+    assert ran.stdout.split().count("_multiply_blocks") == 6
