@@ -12,6 +12,7 @@ from pathlib import Path
 from pd.proxy.requests import (
     admin,
     anthropic,
+    batches,
     chat,
     known_fields,
     native,
@@ -35,7 +36,19 @@ from pd.proxy.requests.request_model import RequestModel
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "docs" / "fields.md"
-MODELS = (admin, anthropic, chat, native, ollama, openai, responses, score, structured, tokens)
+MODELS = (
+    admin,
+    anthropic,
+    batches,
+    chat,
+    native,
+    ollama,
+    openai,
+    responses,
+    score,
+    structured,
+    tokens,
+)
 
 HEAD = """\
 # Fields of requests

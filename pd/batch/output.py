@@ -33,13 +33,17 @@ class BatchOutput:
     Attributes:
         name: name for messages.
         is_resumable: whether a later run can continue it; only files are resumable.
-        done: requests with a final answer of an earlier run, by the digest of their id, and whether
-            they succeeded.
+        done: requests that an earlier run has done, by the digest of their id, and whether they
+            succeeded.
     """
 
-    def __init__(self, name: str, fd: int, *, is_resumable: bool) -> None:
+    def __init__(
+        self, name: str, fd: int, *, is_resumable: bool, keeps_failures: bool = False
+    ) -> None:
+        """``keeps_failures``: later runs do not repeat requests that failed."""
         self.name = name
         self.is_resumable = is_resumable
+        self._keeps_failures = keeps_failures
         self.done: dict[bytes, bool] = {}
         # NOTE: we keep a replaced file open, and so locked, because another run may just have
         # opened it by its old name.
@@ -64,6 +68,11 @@ class BatchOutput:
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._fd, size)
             raise SetupError(f"cannot write {self.name}: {error.strerror}") from None
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file so far."""
+        return os.fstat(self._fd).st_size
 
     def close(self) -> None:
         """Close the file after its content has reached the disk."""
@@ -92,7 +101,7 @@ class BatchOutput:
             ends_with_newline = line.endswith(b"\n")
             if result is not None:
                 num_lines += 1
-                if result.is_final:
+                if self._is_kept(result):
                     self.done.setdefault(id_digest(result.custom_id), result.has_succeeded)
         try:
             if os.fstat(self._fd).st_size > size:
@@ -123,14 +132,17 @@ class BatchOutput:
         except OSError as error:
             raise SetupError(f"cannot read {self.name}: {error.strerror}") from None
 
+    def _is_kept(self, result: WrittenResult) -> bool:
+        return self._keeps_failures or result.is_final
+
     def _replace_file(self, path: Path) -> None:
-        """Replace the file by one with the first final line of each request."""
+        """Replace the file by one with the first kept line of each request."""
         left = set(self.done)
         with replace_file(path) as fd:
             fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for line, result in self._read_results():
-                if result is not None and result.is_final:
+                if result is not None and self._is_kept(result):
                     digest = id_digest(result.custom_id)
                     if digest in left:
                         left.discard(digest)
@@ -138,8 +150,10 @@ class BatchOutput:
         self._fds.append(fd)
 
 
-def open_output(path: Path | None) -> BatchOutput:
+def open_output(path: Path | None, *, keeps_failures: bool = False) -> BatchOutput:
     """Open the output of a batch (None: standard output) and read the results of earlier runs.
+
+    ``keeps_failures``: see :class:`BatchOutput`.
 
     Raises:
         UsageError: the file is not the output of a batch.
@@ -156,7 +170,7 @@ def open_output(path: Path | None) -> BatchOutput:
         fd = _open_locked(path, name)
     except OSError as error:
         raise SetupError(f"cannot write {name}: {error.strerror}") from None
-    output = BatchOutput(name, fd, is_resumable=True)
+    output = BatchOutput(name, fd, is_resumable=True, keeps_failures=keeps_failures)
     try:
         output.resume(path)
     except BaseException:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 # The proxy accepts bodies of 8 MiB, which escapes may double.
 MAX_LINE_BYTES = 16 << 20
 MAX_ID_CHARACTERS = 512
@@ -139,7 +139,7 @@ def parse_request(line: bytes, endpoint: str | None = None) -> BatchRequest:
 def _find_refusal(url: str, known: Sequence[str], content: bytes) -> Refusal | None:
     """Return why we do not send a request; None if we do. Raises LineError for an invalid body."""
     if url not in known:
-        names = " and ".join(known)
+        names = ", ".join(known)
         return Refusal("unsupported_url", f"url must be one of {names}, not {short_repr(url)}")
     try:
         stream = _bodies.decode(content).stream

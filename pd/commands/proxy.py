@@ -195,7 +195,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
     )
     add_number("--storage-mb", "most MiB of stored responses per API key; the oldest make room")
-    add_number("--files-mb", "most MiB of uploaded files per API key")
+    add_number("--files-mb", "most MiB of uploaded files and of batches' results per API key")
+    add_number(
+        "--batch-concurrency",
+        "most requests of /v1/batches under way; they have a lower priority than others, and wait "
+        "while half of --max-queue is taken",
+    )
 
 
 def make_config(args: argparse.Namespace) -> ProxyConfig:

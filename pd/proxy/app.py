@@ -19,6 +19,8 @@ from pd.proxy.api.answer_schemas import (
     AbortResult,
     AnthropicEvent,
     AnthropicMessage,
+    BatchList,
+    BatchObject,
     ChatChunk,
     ChatCompletion,
     Completion,
@@ -70,6 +72,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from pd.proxy.api.admin_api import AdminAPI
+    from pd.proxy.api.batches_api import BatchesAPI
     from pd.proxy.api.compat_api import CompatAPI
     from pd.proxy.api.files_api import FilesAPI
     from pd.proxy.api.responses_api import ResponsesAPI
@@ -97,13 +100,14 @@ def make_app(
     compat: CompatAPI,
     responses: ResponsesAPI,
     files: FilesAPI,
+    batches: BatchesAPI,
     metrics: Metrics,
     access: Access,
     cors_origins: Sequence[str] = (),
 ) -> FastAPI:
     app = FastAPI(title="pd", version=__version__, openapi_url=None)
     app.state.bodies, app.state.access = service.bodies, access
-    endpoints = _list_endpoints(service, router, admin, compat, responses, files)
+    endpoints = _list_endpoints(service, router, admin, compat, responses, files, batches)
     for endpoint in endpoints:
         _add_endpoint(app, endpoint)
     add_description(app, [endpoint.events for endpoint in endpoints])
@@ -160,6 +164,7 @@ def _list_endpoints(
     compat: CompatAPI,
     responses: ResponsesAPI,
     files: FilesAPI,
+    batches: BatchesAPI,
 ) -> list[_Endpoint]:
     tokens, endpoint = TokensAPI(service), _Endpoint
     completions, chat = CompletionsAPI(service), ChatAPI(service)
@@ -185,6 +190,10 @@ def _list_endpoints(
         endpoint("GET", "/v1/files/{file_id}", files.get_file, FileObject),
         endpoint("DELETE", "/v1/files/{file_id}", files.delete_file, DeletedObject),
         endpoint("GET", "/v1/files/{file_id}/content", files.get_content),
+        endpoint("POST", "/v1/batches", batches.create_batch, BatchObject),
+        endpoint("GET", "/v1/batches", batches.list_batches, BatchList),
+        endpoint("GET", "/v1/batches/{batch_id}", batches.get_batch, BatchObject),
+        endpoint("POST", "/v1/batches/{batch_id}/cancel", batches.cancel_batch, BatchObject),
         endpoint("POST", "/v1/embeddings", compat.refuse_embeddings),
         endpoint("GET", "/v1/models", admin.list_models, ModelList),
         endpoint("GET", "/v1/models/{model:path}", admin.get_model, ModelCard),

@@ -31,6 +31,7 @@ MAX_OBJECTIVE_MS = 3.6e6
 
 ON_OFF = ("on", "off")
 MAX_FAILOVERS = 1000
+MAX_BATCH_CONCURRENCY = 1024
 # Room for a response with the longest request; and a petabyte.
 MIN_STORAGE_MB, MAX_STORAGE_MB = 32, 1 << 30
 
@@ -56,6 +57,7 @@ class ProxyConfig:
         storage_dir: directory for stored responses and files; None for a temporary one.
         storage_mb: limit on the stored responses of each key in MiB.
         files_mb: limit on the files of each key in MiB.
+        batch_concurrency: requests of batches under way at a time.
     """
 
     prefill: list[str] = field(default_factory=list)
@@ -92,6 +94,7 @@ class ProxyConfig:
     storage_dir: str | None = None
     storage_mb: int = 256
     files_mb: int = 1024
+    batch_concurrency: int = 32
 
     @property
     def itl(self) -> float:
@@ -183,6 +186,11 @@ class ProxyConfig:
             )
         if not 1 <= self.files_mb <= MAX_STORAGE_MB:
             raise UsageError(f"--files-mb must be from 1 to {MAX_STORAGE_MB}, not {self.files_mb}")
+        if not 1 <= self.batch_concurrency <= MAX_BATCH_CONCURRENCY:
+            raise UsageError(
+                f"--batch-concurrency must be from 1 to {MAX_BATCH_CONCURRENCY}, not "
+                f"{self.batch_concurrency}"
+            )
         check_api_keys(self.all_keys)
         check_cors_origins(self.cors_origins)
         check_certificate(self.tls_cert, self.tls_key)

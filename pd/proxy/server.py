@@ -20,11 +20,14 @@ from pd.core.errors import NotFoundError, PDError, SetupError, UnavailableError
 from pd.net.connection_limits import ConnectionLimits
 from pd.net.connections import GuardedServer
 from pd.proxy.api.admin_api import AdminAPI
+from pd.proxy.api.batches_api import BatchesAPI
 from pd.proxy.api.compat_api import CompatAPI
 from pd.proxy.api.files_api import FilesAPI
 from pd.proxy.api.responses_api import ResponsesAPI
 from pd.proxy.api.service import Service
 from pd.proxy.app import make_app
+from pd.proxy.batches.runner import BatchRunner
+from pd.proxy.batches.sender import BatchSender
 from pd.proxy.dispatch.admission import Admission
 from pd.proxy.dispatch.dispatcher import Dispatcher
 from pd.proxy.dispatch.logprob_memory import LogprobMemory
@@ -40,6 +43,7 @@ from pd.proxy.nodes.events import NodesChanged
 from pd.proxy.nodes.pool import NodePool
 from pd.proxy.routing.policies import make_policy
 from pd.proxy.routing.routing import Router
+from pd.proxy.storage.batches import BatchStore
 from pd.proxy.storage.database import Database
 from pd.proxy.storage.directory import StorageDirectory
 from pd.proxy.storage.files import MAX_FILE_BYTES, FileStore
@@ -115,6 +119,7 @@ class Proxy:
         self._directory = None if shared else StorageDirectory(config.storage_dir)
         self._database: Database | None = None
         self._files: FileStore | None = None
+        self._batches: BatchRunner
 
     async def start_without_port(self, role: Role, url: str, node_access: NodeAccess) -> ASGIApp:
         """Watch one node, and return the application for a caller in this process.
@@ -127,6 +132,7 @@ class Proxy:
         text_models = await self._load_text_models()
         self._build(text_models, on_loopback=True, most_nodes=1, node_access=node_access)
         self._pool.start(self._handle_event)
+        self._batches.start()
         self._pool.add_node(role, url)
         return self._app
 
@@ -166,6 +172,7 @@ class Proxy:
             raise
         self.url = make_url(*address, is_encrypted=certificate is not None)
         self._pool.start(self._handle_event)
+        self._batches.start()
         for role, urls in nodes.items():
             for url in urls:
                 self._pool.add_node(role, url)
@@ -269,18 +276,25 @@ class Proxy:
         compat = CompatAPI(service, self._router, self._dispatcher, everywhere, config.tokenizer)
         store = ResponseStore(database, config.storage_mb << 20)
         responses = ResponsesAPI(service, store, self._background)
-        self._files = FileStore(database, config.files_mb << 20)
+        self._files = files = FileStore(database, config.files_mb << 20)
+        batches = BatchStore(database, config.files_mb << 20)
         self._app = make_app(
             service,
             self._router,
             admin,
             compat,
             responses,
-            FilesAPI(self._files),
+            FilesAPI(files),
+            BatchesAPI(batches, self._wake_batches),
             metrics,
             access,
             config.cors_origins,
         )
+        sender = BatchSender(self._app, self._dispatcher.admission)
+        self._batches = BatchRunner(database, batches, files, sender, config.batch_concurrency)
+
+    def _wake_batches(self) -> None:
+        self._batches.wake()
 
     def _open_directory(self) -> Path:
         """Return the directory of the storage. Raises SetupError."""
@@ -325,7 +339,10 @@ class Proxy:
         self._dispatcher.admission.is_closed = True
         limit = self.config.drain_timeout if timeout is None else timeout
         try:
-            await asyncio.wait_for(self._dispatcher.wait_idle(), limit)
+            async with asyncio.timeout(limit):
+                # Batches first, because they write the results of the last requests.
+                await self._batches.drain()
+                await self._dispatcher.wait_idle()
         except TimeoutError:
             logger.warning("%d requests did not finish in time", len(self._dispatcher.jobs))
             return False
@@ -334,6 +351,7 @@ class Proxy:
     async def stop(self) -> None:
         """Fail the remaining requests, tell the nodes, and close everything."""
         self._dispatcher.admission.is_closed = True
+        await self._batches.stop()
         self._dispatcher.shut_down()
         for task in self._preparing:
             task.cancel()

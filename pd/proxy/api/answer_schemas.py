@@ -660,3 +660,71 @@ class FileList(TypedDict):
     first_id: str | None
     last_id: str | None
     has_more: Annotated[bool, Field(description="Ask for more with `after=last_id`.")]
+
+
+class BatchErrorObject(TypedDict):
+    """Why a batch failed."""
+
+    code: str
+    message: str
+    line: Annotated[int | None, Field(description="Number of the input's line, from 1.")]
+    param: str | None
+
+
+class BatchErrorList(TypedDict):
+    """Why a batch failed: its first errors."""
+
+    object: Literal["list"]
+    data: list[BatchErrorObject]
+
+
+class BatchRequestCounts(TypedDict):
+    """Numbers of requests of a batch."""
+
+    total: int
+    completed: int
+    failed: int
+
+
+class BatchObject(TypedDict):
+    """A batch. Its times are in seconds since 1970."""
+
+    id: str
+    object: Literal["batch"]
+    endpoint: str
+    errors: BatchErrorList | None
+    input_file_id: str
+    completion_window: str
+    status: Literal[
+        "validating",
+        "in_progress",
+        "finalizing",
+        "completed",
+        "failed",
+        "expired",
+        "cancelling",
+        "cancelled",
+    ]
+    output_file_id: Annotated[str | None, Field(description="Results of successful requests.")]
+    error_file_id: Annotated[str | None, Field(description="Results of other requests.")]
+    created_at: int
+    in_progress_at: int | None
+    expires_at: int
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: BatchRequestCounts
+    metadata: dict[str, str] | None
+
+
+class BatchList(TypedDict):
+    """Batches of a key."""
+
+    object: Literal["list"]
+    data: list[BatchObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: Annotated[bool, Field(description="Ask for more with `after=last_id`.")]

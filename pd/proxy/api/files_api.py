@@ -11,7 +11,7 @@ from pd.core.errors import InvalidRequestError, NotFoundError
 from pd.proxy.http.json_responses import json_response, read_request_id
 from pd.proxy.http.multipart import FormParser, PartStart, read_boundary
 from pd.proxy.http.typed_routes import ClientRequest
-from pd.proxy.storage.files import FILE_SECONDS, MAX_FILES
+from pd.proxy.storage.files import FILE_SECONDS, MAX_FILES, MIN_FILE_SECONDS
 
 if TYPE_CHECKING:
     from pd.proxy.api.answer_schemas import FileList, FileObject
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 # The only use of a file that we have an endpoint for.
 PURPOSE = "batch"
-MIN_SECONDS = 3600
 MAX_FILENAME_CHARACTERS = 255
 # Limit of a field's value.
 _MAX_VALUE_BYTES = 1 << 10
@@ -44,7 +43,7 @@ UPLOAD_FORM = {
                         _ANCHOR: {"enum": ["created_at"], "description": "Begin of the lifetime."},
                         _SECONDS: {
                             "type": "integer",
-                            "minimum": MIN_SECONDS,
+                            "minimum": MIN_FILE_SECONDS,
                             "maximum": int(FILE_SECONDS),
                             "description": "Lifetime in seconds.",
                         },
@@ -80,7 +79,7 @@ class FilesAPI:
             raise InvalidRequestError(
                 f"order must be asc or desc, not {short_repr(order)}", param="order"
             )
-        limit = min(MAX_FILES, _parse_number("limit", query.get("limit"), 1, _MAX_LISTED))
+        limit = min(MAX_FILES, parse_number("limit", query.get("limit"), 1, _MAX_LISTED))
         files = await self._store.list_files(
             request.caller.owner,
             after=query.get("after"),
@@ -199,7 +198,7 @@ class _UploadForm:
             raise InvalidRequestError(
                 f"{_ANCHOR} must be 'created_at', not {short_repr(anchor)}", param="expires_after"
             )
-        seconds = _parse_number(_SECONDS, given or "", MIN_SECONDS, int(FILE_SECONDS))
+        seconds = parse_number(_SECONDS, given or "", MIN_FILE_SECONDS, int(FILE_SECONDS))
         return self._filename, purpose, seconds
 
     def _read_field(self, name: str) -> str | None:
@@ -207,7 +206,7 @@ class _UploadForm:
         return None if value is None else value.decode(errors="replace")
 
 
-def _parse_number(name: str, text: str | None, least: int, most: int) -> int:
+def parse_number(name: str, text: str | None, least: int, most: int) -> int:
     """Parse an integer; ``most`` for None. Raises InvalidRequestError."""
     if text is None:
         return most

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -90,6 +91,13 @@ class PlannedAnswer(NamedTuple):
     timeout: float | None
     keep: Callable[[], Awaitable[None]] | None = None
 
+    def limit_priority(self, limit: int | None) -> PlannedAnswer:
+        """Return the answer with no prompt above a priority; None for no limit."""
+        if limit is None:
+            return self
+        specs = [replace(spec, priority=min(spec.priority, limit)) for spec in self.specs]
+        return self._replace(specs=specs)
+
 
 class Service:
     """Finds the model of a request, and serves planned answers. Runs on the event loop."""
@@ -163,6 +171,7 @@ class Service:
         status.
         """
         request.raw_body.release()
+        answer = answer.limit_priority(request.caller.max_priority)
         job = answer.job
         job.keeps_logprobs = not job.is_streamed or answer.renderer.is_cumulative
         headers = {"X-Request-Id": quote_header(job.shown)}

@@ -41,6 +41,11 @@ class Admission:
         # Rids of requests under way, each with its owner.
         self._rids: set[tuple[str, str]] = set()
 
+    @property
+    def is_half_full(self) -> bool:
+        """Whether half of the queue is taken, in all processes of the proxy together."""
+        return self._ledger.prompts >= max(1, self._max_queue // 2)
+
     def check_limits(self, num_choices: int, num_tokens: int = 0, num_logprobs: int = 0) -> None:
         """Reject a request before any work is done.
 

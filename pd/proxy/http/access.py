@@ -104,11 +104,13 @@ class Caller(NamedTuple):
         owner: identifies the client's key without revealing it; ``""`` without a key.
         is_admin: the client sent an admin key.
         name: the client's name in logs.
+        max_priority: limit of its requests' ``priority``; None without a limit.
     """
 
     owner: str = ""
     is_admin: bool = False
     name: str = "a client without a key"
+    max_priority: int | None = None
 
 
 def get_caller(scope: Scope) -> Caller:
@@ -242,6 +244,9 @@ def _add_request_id(scope: Scope, send: Send) -> Send:
 class Guard:
     """ASGI middleware that rejects requests without access.
 
+    A request of the proxy itself comes with its caller in ``scope["state"]``, where no client can
+    put one.
+
     It also removes a slash at the end of the path, and gives every response an ``X-Request-Id``.
     """
 
@@ -254,6 +259,9 @@ class Guard:
             state = scope.setdefault("state", {})
             scope["path"] = scope["path"].removesuffix("/") or "/"
             send = _add_request_id(scope, send)
+            if "caller" in state:
+                await self._app(scope, receive, send)
+                return
             try:
                 caller = await self._access.check_access(scope)
                 connection: GuardedProtocol | None = state.get("connection")

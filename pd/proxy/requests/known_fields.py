@@ -18,12 +18,15 @@ COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/gener
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 SCORE = "/v1/score"
+BATCHES = "/v1/batches"
 OLLAMA_CHAT, OLLAMA_GENERATE = "/api/chat", "/api/generate"
 RESPONSES = "/v1/responses"
 
 
 # Paths of an API of its own, whose fields we do not recommend to clients of others.
-OTHER_APIS = frozenset((MESSAGES, COUNT_TOKENS, SCORE, OLLAMA_CHAT, OLLAMA_GENERATE, RESPONSES))
+OTHER_APIS = frozenset(
+    (MESSAGES, COUNT_TOKENS, SCORE, OLLAMA_CHAT, OLLAMA_GENERATE, RESPONSES, BATCHES)
+)
 
 
 class FieldPlace(NamedTuple):

@@ -47,6 +47,12 @@ CREATE TABLE IF NOT EXISTS files(
     size INTEGER NOT NULL, filename TEXT NOT NULL, purpose TEXT NOT NULL);
 CREATE INDEX IF NOT EXISTS files_by_owner ON files(owner, size);
 CREATE INDEX IF NOT EXISTS files_by_end ON files(expires);
+CREATE TABLE IF NOT EXISTS batches(
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, is_open INTEGER NOT NULL, created REAL NOT NULL,
+    input TEXT NOT NULL, output TEXT NOT NULL, errors TEXT NOT NULL, size INTEGER NOT NULL,
+    record BLOB NOT NULL);
+CREATE INDEX IF NOT EXISTS batches_by_owner ON batches(owner);
+CREATE INDEX IF NOT EXISTS batches_open ON batches(is_open) WHERE is_open;
 """
 
 
@@ -55,6 +61,9 @@ class Database:
 
     The disk may be slow, so neither the event loop nor the threads that prepare requests wait for
     it.
+
+    Attributes:
+        directory: of the database. It exists after the first call.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -63,6 +72,10 @@ class Database:
         self._connection: sqlite3.Connection | None = None
         # Shows other proxies that the directory is in use.
         self._held: int | None = None
+
+    def exists(self) -> bool:
+        """Whether anything was ever stored. Reads the disk."""
+        return (self.directory / _FILE).exists()
 
     async def run(
         self,

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-FILE_SECONDS = 30 * 86400.0
+FILE_SECONDS, MIN_FILE_SECONDS = 30 * 86400.0, 3600
 # OpenAI's limit.
 MAX_FILE_BYTES = 512 << 20
 # Limit per key.
@@ -43,6 +43,12 @@ _SWEEP_SECONDS = 600.0
 # Contents without a row that nobody has written to for this long are left from a killed process.
 _ORPHAN_SECONDS = 3600.0
 _FIELDS = "id, created, expires, size, filename, purpose"
+# Inputs of open batches, which stay, and all files and contents that belong to something.
+_INPUTS = "SELECT input FROM batches WHERE is_open"
+_KNOWN = (
+    "SELECT id FROM files UNION SELECT output FROM batches WHERE is_open "
+    "UNION SELECT errors FROM batches WHERE is_open"
+)
 
 
 class StorageFullError(InvalidRequestError):
@@ -83,7 +89,7 @@ class NewFile:
         self._store, self._owner, self._room = store, owner, room
         self._block = bytearray()
         self._writing: asyncio.Future[None] | None = None
-        self.name = f"file-{uuid.uuid4().hex}"
+        self.name = make_file_name()
         self.size = 0
         self.is_added = False
 
@@ -174,7 +180,7 @@ class FileStore:
         self._uploads[owner] += 1
         try:
             # This also makes the directory.
-            used = await self._database.run(_count_bytes, owner)
+            used = await self._database.run(count_bytes, owner)
             if time.monotonic() >= self._swept + _SWEEP_SECONDS:
                 self._swept = time.monotonic()
                 await self.remove_expired()
@@ -212,7 +218,7 @@ class FileStore:
 
     async def get_file(self, owner: str, name: str) -> StoredFile:
         """Return a file. Raises NotFoundError if the key has none of this name."""
-        file = await self._database.run(_find_file, owner, name)
+        file = await self._database.run(find_file, owner, name)
         if file is None:
             raise _make_missing(name)
         return file
@@ -231,7 +237,11 @@ class FileStore:
         return block
 
     async def delete_file(self, owner: str, name: str) -> None:
-        """Delete a file. Raises NotFoundError if the key has none of this name."""
+        """Delete a file.
+
+        Raises NotFoundError if the key has none of this name, and InvalidRequestError if an open
+        batch reads it.
+        """
         if not await self._database.run(_delete_file, owner, name):
             raise _make_missing(name)
         await self._remove_contents([name])
@@ -250,6 +260,11 @@ class FileStore:
     def close(self) -> None:
         """Finish what is under way. Nothing may be called after it."""
         self._threads.shutdown()
+
+
+def make_file_name() -> str:
+    """Make the id of a new file."""
+    return f"file-{uuid.uuid4().hex}"
 
 
 def _make_missing(name: str) -> NotFoundError:
@@ -303,14 +318,25 @@ def _list_old(directory: Path) -> list[str]:
 # ---- the database
 
 
-def _count_bytes(connection: sqlite3.Connection, owner: str) -> int:
-    (used,) = connection.execute(
-        "SELECT TOTAL(size) FROM files WHERE owner = ?", (owner,)
-    ).fetchone()
+def count_bytes(connection: sqlite3.Connection, owner: str) -> int:
+    """Count the bytes of a key's files, and of the results of its open batches."""
+    used = 0.0
+    for table, condition in (("files", ""), ("batches", " AND is_open")):
+        (size,) = connection.execute(
+            f"SELECT TOTAL(size) FROM {table} WHERE owner = ?{condition}", (owner,)
+        ).fetchone()
+        used += size
     return int(used)
 
 
-def _find_file(connection: sqlite3.Connection, owner: str, name: str) -> StoredFile | None:
+def count_files(connection: sqlite3.Connection, owner: str) -> int:
+    """Count a key's files."""
+    (count,) = connection.execute("SELECT COUNT(*) FROM files WHERE owner = ?", (owner,)).fetchone()
+    return int(count)
+
+
+def find_file(connection: sqlite3.Connection, owner: str, name: str) -> StoredFile | None:
+    """Return a file of a key, or None."""
     if not _ID.fullmatch(name):
         return None
     row = connection.execute(
@@ -324,7 +350,8 @@ def _delete_expired(connection: sqlite3.Connection) -> list[str]:
     """Delete expired files. Returns their names."""
     lock_database(connection)
     rows = connection.execute(
-        "SELECT id FROM files WHERE expires < ? LIMIT ?", (time.time(), _EXPIRED_ROWS)
+        f"SELECT id FROM files WHERE expires < ? AND id NOT IN ({_INPUTS}) LIMIT ?",
+        (time.time(), _EXPIRED_ROWS),
     ).fetchall()
     connection.executemany("DELETE FROM files WHERE id = ?", rows)
     return [name for (name,) in rows]
@@ -335,15 +362,20 @@ def _add_file(
 ) -> list[str]:
     """Insert a file. Returns the names of expired ones, which are deleted."""
     gone = _delete_expired(connection)
-    (count,) = connection.execute("SELECT COUNT(*) FROM files WHERE owner = ?", (owner,)).fetchone()
+    count = count_files(connection, owner)
     if count >= MAX_FILES:
         raise StorageFullError(f"you have {count} files (limit {MAX_FILES}); delete some")
-    if _count_bytes(connection, owner) + file.size > limit:
+    if count_bytes(connection, owner) + file.size > limit:
         raise _make_full(limit)
+    insert_file(connection, owner, file)
+    return gone
+
+
+def insert_file(connection: sqlite3.Connection, owner: str, file: StoredFile) -> None:
+    """Insert a file whose content is complete, without a look at limits."""
     connection.execute(
         "INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)", (file[0], owner, *file[1:])
     )
-    return gone
 
 
 def _list_files(
@@ -360,7 +392,7 @@ def _list_files(
         clauses.append("purpose = ?")
         values.append(purpose)
     if after is not None:
-        if _find_file(connection, owner, after) is None:
+        if find_file(connection, owner, after) is None:
             raise InvalidRequestError(
                 f"after: there is no file {after[:100]!r}, or it was removed", param="after"
             )
@@ -376,10 +408,18 @@ def _list_files(
 
 
 def _delete_file(connection: sqlite3.Connection, owner: str, name: str) -> bool:
+    lock_database(connection)
+    user = connection.execute(
+        "SELECT id FROM batches WHERE is_open AND input = ? AND owner = ?", (name, owner)
+    ).fetchone()
+    if user is not None:
+        raise InvalidRequestError(
+            f"the file is the input of {user[0]}; cancel this batch, or wait for its end"
+        )
     deleted = connection.execute("DELETE FROM files WHERE id = ? AND owner = ?", (name, owner))
     return deleted.rowcount > 0
 
 
 def _select_orphans(connection: sqlite3.Connection, names: list[str]) -> list[str]:
-    known = {name for (name,) in connection.execute("SELECT id FROM files")}
+    known = {name for (name,) in connection.execute(_KNOWN)}
     return [name for name in names if name not in known]

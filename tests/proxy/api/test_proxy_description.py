@@ -121,6 +121,7 @@ def test_every_route_is_described(proxy: ProxyThread, document: dict[str, Any]) 
         "/api/show",
         "/v1/responses",
         "/v1/files",
+        "/v1/batches",
         "/invocations",
         "/generate",
         "/tokenize",

@@ -1,0 +1,1 @@
+"""Batches that the proxy runs itself, with requests to its own application."""
