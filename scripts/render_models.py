@@ -51,6 +51,9 @@ of each head. Its experts have biases and a clamped activation. They may be in M
 dequantizes them when it loads them. With `--tp-size`, the experts' width has to be a multiple of 32
 on every rank. `--quantization fp8` is refused.
 
+GLM-4.5 to 4.7 (`glm4_moe`) rotate a part of each head (`partial_rotary_factor`), and have the
+router and the shared experts of DeepSeek-V3. We ignore their layers for drafts, too.
+
 Rope types: {rope}. `yarn` stretches the context to `factor` times the original one. `dynamic`
 changes nothing, because it acts only after `max_position_embeddings` tokens.
 

@@ -101,6 +101,21 @@ _SPECIFIC: dict[str, tuple[str, dict[str, Any]]] = {
             "rms_norm_eps": 0.02,
         },
     ),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        {
+            "head_dim": 32,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "moe_intermediate_size": 48,
+            "n_routed_experts": 8,
+            "n_group": 2,
+            "topk_group": 1,
+            "num_experts_per_tok": 3,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
     "gpt_oss": (
         "GptOssConfig",
         {

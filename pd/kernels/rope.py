@@ -1,4 +1,5 @@
-"""Rotary position embedding (Su et al., 2021). It rotates the two halves of a head, like Llama."""
+"""Rotary position embedding (Su et al., 2021). It rotates the two halves of a head, like Llama, or
+those of its first part."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def inverse_frequencies(
     truncate: bool = True,
 ) -> torch.Tensor:
     """Return the radians per token of each pair of dimensions, float32 ``[head_dim / 2]`` on the
-    CPU.
+    CPU. ``head_dim`` counts only dimensions that are rotated.
 
     ``linear`` divides all by ``factor`` (Chen et al., 2023). ``llama3`` (Llama 3.1's release) keeps
     short wavelengths, divides long ones and blends between ``original_context / high_freq_factor``
@@ -100,7 +101,8 @@ def apply_rope(
 
     Args:
         x: ``[tokens, heads, head_dim]``; the last dimension contiguous.
-        cos_sin: from :func:`compute_rotations`.
+        cos_sin: from :func:`compute_rotations`. If it is for smaller heads, the first dimensions
+            of each head are rotated and the others are copied.
         interleaved: whether neighbouring dimensions of ``x`` are a pair. In the result, the two
             halves are pairs in any case, so rotate q and k alike.
 
@@ -108,15 +110,17 @@ def apply_rope(
         A new contiguous tensor like ``x``, computed in float32.
     """
     cos, sin = cos_sin[0], cos_sin[1]
-    half = x.shape[-1] // 2
-    first, second = x[..., :half], x[..., half:]
+    half = cos.shape[-1]
+    first, second = x[..., :half], x[..., half : 2 * half]
     if interleaved:
-        first, second = x[..., ::2], x[..., 1::2]
+        first, second = x[..., : 2 * half : 2], x[..., 1 : 2 * half : 2]
     if x.dtype != torch.float32:
         first, second = first.float(), second.float()
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
+    torch.mul(second, cos, out=out[..., half : 2 * half]).addcmul_(first, sin)
+    if 2 * half < x.shape[-1]:
+        out[..., 2 * half :] = x[..., 2 * half :]
     return out.to(x.dtype)
 
 
@@ -138,7 +142,7 @@ def rotate_and_store(
     Args:
         qkv: contiguous ``[tokens, num_heads + 2 * num_kv_heads, head_dim]``. Do not use it
             afterwards, because it may hold the results.
-        cos_sin: from :func:`compute_rotations`.
+        cos_sin: from :func:`compute_rotations`, perhaps for the first part of each head.
         keys, values: a layer's pool, contiguous ``[slots, num_kv_heads, head_dim]``.
         slots: int64 ``[tokens]``, each inside the pool (not checked on a GPU).
         q_weight, k_weight: ``[head_dim]``, both or neither.

@@ -59,12 +59,16 @@ def _rotate_and_store(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    ROTATED: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """HEADS heads of one token: q and k are rotated in place; k and v go to the pool."""
+    """HEADS heads of one token: q and k are rotated in place; k and v go to the pool.
+
+    A program has HALF pairs of dimensions of a head. The first ROTATED pairs are rotated.
+    """
     start_next(PDL)
     wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -74,35 +78,42 @@ def _rotate_and_store(
     is_q = heads < NUM_HEADS
     is_v = heads >= NUM_HEADS + NUM_KV_HEADS
     dtype: tl.constexpr = qkv.dtype.element_ty
+    # Dimensions of the pairs.
+    at_first, at_second = columns, columns + HALF
+    is_rotated = columns < ROTATED
+    if ROTATED < HALF:
+        at_first = tl.where(is_rotated, columns, columns + ROTATED)
+        at_second = tl.where(is_rotated, columns + ROTATED, columns + HALF)
 
-    there = qkv + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + heads) * 2 * HALF + columns
-    stored_first = tl.load(there, mask=mask, other=0.0)
-    stored_second = tl.load(there + HALF, mask=mask, other=0.0)
+    there = qkv + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + heads) * 2 * HALF
+    stored_first = tl.load(there + at_first, mask=mask, other=0.0)
+    stored_second = tl.load(there + at_second, mask=mask, other=0.0)
     first, second = stored_first.to(tl.float32), stored_second.to(tl.float32)
     if NORM:
         squares = tl.sum(first * first + second * second, 1)[:, None]
         scale = tl.rsqrt(squares / (2 * HALF) + eps)
-        weights = tl.where(is_q, q_weight + columns, k_weight + columns)
+        weights = tl.where(is_q, q_weight + at_first, k_weight + at_first)
         first = (first * scale).to(dtype).to(tl.float32)
         second = (second * scale).to(dtype).to(tl.float32)
         first = first * tl.load(weights, mask=mask, other=0.0).to(tl.float32)
-        second = second * tl.load(weights + HALF, mask=mask, other=0.0).to(tl.float32)
+        weights = tl.where(is_q, q_weight + at_second, k_weight + at_second)
+        second = second * tl.load(weights, mask=mask, other=0.0).to(tl.float32)
         first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
 
-    angles = cos_sin + token * HALF + columns
-    cos = tl.load(angles, mask=columns < HALF, other=0.0)
-    sin = tl.load(angles + tokens.to(tl.int64) * HALF, mask=columns < HALF, other=0.0)
+    angles = cos_sin + token * ROTATED + columns
+    cos = tl.load(angles, mask=is_rotated, other=1.0)
+    sin = tl.load(angles + tokens.to(tl.int64) * ROTATED, mask=is_rotated, other=0.0)
     out_first = tl.where(is_v, stored_first, (first * cos - second * sin).to(dtype))
     out_second = tl.where(is_v, stored_second, (second * cos + first * sin).to(dtype))
 
-    tl.store(there, out_first, mask=mask & ~is_v)
-    tl.store(there + HALF, out_second, mask=mask & ~is_v)
+    tl.store(there + at_first, out_first, mask=mask & ~is_v)
+    tl.store(there + at_second, out_second, mask=mask & ~is_v)
     slot = tl.load(slots + token).to(tl.int64)
     head = tl.where(is_v, heads - NUM_HEADS - NUM_KV_HEADS, heads - NUM_HEADS)
-    row = (slot * NUM_KV_HEADS + head) * 2 * HALF + columns
+    row = (slot * NUM_KV_HEADS + head) * 2 * HALF
     pool = tl.where(is_v, values + row, keys + row)
-    tl.store(pool, out_first, mask=mask & ~is_q)
-    tl.store(pool + HALF, out_second, mask=mask & ~is_q)
+    tl.store(pool + at_first, out_first, mask=mask & ~is_q)
+    tl.store(pool + at_second, out_second, mask=mask & ~is_q)
 
 
 def rotate_and_store(
@@ -139,6 +150,7 @@ def rotate_and_store(
             NUM_HEADS=num_heads,
             NUM_KV_HEADS=num_kv_heads,
             HALF=head_dim // 2,
+            ROTATED=cos_sin.shape[-1],
             HEADS=_HEADS,
             BLOCK=block,
             NORM=has_norm,

@@ -34,6 +34,7 @@ class RopeConfig:
             ``original_context``.
         truncate: whether ``yarn`` rounds these bounds to whole dimensions.
         attention_factor: factor of every cosine and sine.
+        part: part of each head that is rotated, from its first dimension on.
     """
 
     theta: float = 10000.0
@@ -46,6 +47,7 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    part: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -222,7 +224,8 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         """Size of the part of a head that the rotary embedding turns."""
-        return self.head_dim if self.latent is None else self.latent.rope_dim
+        head_dim = self.head_dim if self.latent is None else self.latent.rope_dim
+        return int(head_dim * self.rope.part)
 
     @property
     def needs_windows(self) -> bool:
@@ -272,9 +275,11 @@ class ModelConfig:
             raise UnsupportedModelError(
                 f"num_hidden_layers {self.num_layers} is more than {MAX_LAYERS}"
             )
-        if self.rotary_dim % 2:
-            name = "head_dim" if self.latent is None else "qk_rope_head_dim"
-            raise UnsupportedModelError(f"{name} {self.rotary_dim} is odd")
+        if self.latent is None and self.head_dim % 2:
+            raise UnsupportedModelError(f"head_dim {self.head_dim} is odd")
+        if self.rotary_dim % 2 or not self.rotary_dim:
+            name = "the rotated part of heads" if self.latent is None else "qk_rope_head_dim"
+            raise UnsupportedModelError(f"{name} {self.rotary_dim} is odd or 0")
         if has_experts and not 1 <= self.num_experts_per_tok <= self.num_experts:
             raise UnsupportedModelError(
                 f"num_experts_per_tok {self.num_experts_per_tok} of {self.num_experts} experts"

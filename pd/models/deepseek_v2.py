@@ -88,14 +88,22 @@ def adapt_deepseek_config(config: ModelConfig, cfg: Settings) -> ModelConfig:
     if config.num_kv_heads != config.num_heads:
         refuse_setting("num_key_value_heads", config.num_kv_heads)
     bias = bool(cfg.get("attention_bias"))
-    num_dense = min(get_count(cfg, "first_k_dense_replace"), config.num_layers)
-    return dataclasses.replace(
+    adapted = dataclasses.replace(
         config,
         latent=latent,
         num_kv_heads=1,
         head_dim=latent.row_dim,
         attention_bias=bias,
         output_bias=bias,
+    )
+    return add_dense_layers(adapted, cfg)
+
+
+def add_dense_layers(config: ModelConfig, cfg: Settings) -> ModelConfig:
+    """Read shared experts, dense leading layers, and the number of layers for drafts."""
+    num_dense = min(get_count(cfg, "first_k_dense_replace"), config.num_layers)
+    return dataclasses.replace(
+        config,
         num_shared_experts=get_count(cfg, "n_shared_experts"),
         num_dense_layers=num_dense,
         dense_size=get_positive_int(cfg, "intermediate_size") if num_dense else 0,
@@ -115,13 +123,7 @@ def add_groups(router: RouterConfig, cfg: Settings) -> RouterConfig:
 def make_deepseek_model(config: ModelConfig, tp: TensorParallel) -> CausalLM:
     """Build one rank's part of a model whose leading layers are dense."""
     from pd.models.causal_lm import CausalLM
-    from pd.models.grouped_moe import GroupedMoE
+    from pd.models.grouped_moe import make_grouped_mlp
     from pd.models.latent_attention import LatentAttention
-    from pd.models.layers import MLP, GatedMLP
 
-    def make_mlp(config: ModelConfig, layer: int, tp: TensorParallel) -> MLP:
-        if layer < config.num_dense_layers:
-            return GatedMLP(config, tp, config.dense_size)
-        return GroupedMoE(config, tp)
-
-    return CausalLM(config, tp, make_attention=LatentAttention, make_mlp=make_mlp)
+    return CausalLM(config, tp, make_attention=LatentAttention, make_mlp=make_grouped_mlp)

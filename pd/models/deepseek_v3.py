@@ -58,14 +58,18 @@ class DeepseekV3(Architecture):
         adapted = adapt_deepseek_config(config, cfg)
         assert adapted.latent is not None
         interleaved = bool(cfg.get("rope_interleave"))
-        scale = get_number(cfg, "routed_scaling_factor", 1.0)
-        router = RouterConfig("sigmoid", has_bias=True, group_best=2, scale=scale)
         return dataclasses.replace(
             adapted,
             latent=dataclasses.replace(adapted.latent, interleaved=interleaved),
-            router=add_groups(router, cfg),
+            router=read_sigmoid_router(cfg),
             norm_topk_prob=bool(cfg.get("norm_topk_prob")),
         )
 
     def make_model(self, config: ModelConfig, tp: TensorParallel) -> CausalLM:
         return make_deepseek_model(config, tp)
+
+
+def read_sigmoid_router(cfg: Settings) -> RouterConfig:
+    """Read a router with sigmoid scores, a bias and groups."""
+    scale = get_number(cfg, "routed_scaling_factor", 1.0)
+    return add_groups(RouterConfig("sigmoid", has_bias=True, group_best=2, scale=scale), cfg)

@@ -76,3 +76,10 @@ class GroupedMoE(MLP):
         yield from self.experts.list_tensors()
         if self.shared is not None:
             yield from add_prefix("shared_experts", self.shared.list_tensors())
+
+
+def make_grouped_mlp(config: ModelConfig, layer: int, tp: TensorParallel) -> MLP:
+    """Make the MLP of one layer of a model whose leading layers are dense."""
+    if layer < config.num_dense_layers:
+        return GatedMLP(config, tp, config.dense_size)
+    return GroupedMoE(config, tp)

@@ -73,7 +73,7 @@ def check_supported(
     """
     common = {k: v for k, v in _NEUTRAL.items() if k not in implemented}
     check_neutral(cfg, {**common, **neutral})
-    _check_rope(cfg)
+    _check_rope(cfg, implemented)
 
 
 def check_neutral(
@@ -111,7 +111,7 @@ def refuse_setting(key: str, value: object) -> NoReturn:
     raise UnsupportedModelError(f"config.json: {key} = {text} is not supported")
 
 
-def _check_rope(cfg: Settings) -> None:
+def _check_rope(cfg: Settings, implemented: Collection[str]) -> None:
     one, other = (_describe_scaling(cfg.get(name)) for name in ("rope_parameters", "rope_scaling"))
     if one and other and one != other:
         # transformers takes one of them, depending on its version.
@@ -123,7 +123,8 @@ def _check_rope(cfg: Settings) -> None:
         if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
             refuse_setting(name, rope)
         get_rope_type(rope, name)
-        if rope.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
+        part = "partial_rotary_factor"
+        if part not in implemented and rope.get(part) not in (None, 1, 1.0):
             refuse_setting(f"{name}.partial_rotary_factor", rope["partial_rotary_factor"])
         if rope.get("mrope_section"):
             refuse_setting(f"{name}.mrope_section", rope["mrope_section"])

@@ -38,6 +38,7 @@ ARCHITECTURES: dict[str, ListedArchitecture] = {
     "glm4_moe_lite": ListedArchitecture(
         "Glm4MoeLiteForCausalLM", "pd.models.glm4_moe_lite:Glm4MoeLite"
     ),
+    "glm4_moe": ListedArchitecture("Glm4MoeForCausalLM", "pd.models.glm4_moe:Glm4Moe"),
     "gpt_oss": ListedArchitecture("GptOssForCausalLM", "pd.models.gpt_oss:GptOss"),
     "kimi_k2": ListedArchitecture("DeepseekV3ForCausalLM", "pd.models.deepseek_v3:DeepseekV3"),
 }

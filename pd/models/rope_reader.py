@@ -28,6 +28,20 @@ def read_rope(cfg: Settings) -> RopeConfig:
         UsageError: a number is missing or is none.
         UnsupportedModelError: the type is not implemented.
     """
+    return dataclasses.replace(_read_scaling(cfg), part=_read_part(cfg))
+
+
+def _read_part(cfg: Settings) -> float:
+    """Read which part of a head is rotated."""
+    outer = get_number(cfg, "partial_rotary_factor", 1.0)
+    part = get_number(_get_setting(cfg), "partial_rotary_factor", outer)
+    if not 0 < part <= 1:
+        raise UsageError(f"config.json: partial_rotary_factor {part} is not in (0, 1]")
+    return part
+
+
+def _read_scaling(cfg: Settings) -> RopeConfig:
+    """Read everything but the part that is rotated."""
     rope = _get_setting(cfg)
     theta = get_number(rope, "rope_theta") or get_number(cfg, "rope_theta") or 10000.0
     kind = get_rope_type(rope, "rope_parameters")

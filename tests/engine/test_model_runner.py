@@ -71,6 +71,22 @@ class TestParity:
             ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
             ("llama2", {"num_key_value_heads": 1, "attention_bias": False, "mlp_bias": False}),
             ("mixtral", {"head_dim": 40, "num_experts_per_tok": 1}),
+            (
+                "glm4_moe",
+                {
+                    "use_qk_norm": False,
+                    "attention_bias": False,
+                    "n_shared_experts": 2,
+                    "first_k_dense_replace": 2,
+                    "n_group": 1,
+                    "norm_topk_prob": False,
+                    "rope_parameters": {
+                        "rope_type": "default",
+                        "rope_theta": 10000.0,
+                        "partial_rotary_factor": 0.25,
+                    },
+                },
+            ),
             ("gpt_oss", {"attention_bias": False, "swiglu_limit": 7.0, "num_experts_per_tok": 3}),
             (
                 "gpt_oss",

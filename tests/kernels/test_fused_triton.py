@@ -79,8 +79,16 @@ class TestRope:
     @DTYPE
     @pytest.mark.parametrize("has_norm", [False, True])
     @pytest.mark.parametrize(
-        ("tokens", "heads", "kv_heads", "head_dim"),
-        [(1, 4, 4, 32), (5, 14, 2, 24), (3, 9, 3, 128), (0, 2, 1, 16)],
+        ("tokens", "heads", "kv_heads", "head_dim", "rotated"),
+        [
+            (1, 4, 4, 32, 32),
+            (5, 14, 2, 24, 24),
+            (3, 9, 3, 128, 128),
+            (0, 2, 1, 16, 16),
+            (5, 6, 2, 128, 64),
+            (3, 5, 1, 24, 18),
+            (2, 3, 3, 40, 2),
+        ],
     )
     def test_rotates_and_stores(
         self,
@@ -88,6 +96,7 @@ class TestRope:
         heads: int,
         kv_heads: int,
         head_dim: int,
+        rotated: int,
         has_norm: bool,
         dtype: torch.dtype,
         error: float,
@@ -97,7 +106,7 @@ class TestRope:
         random = seeded()
         qkv = normal(random, tokens, heads + 2 * kv_heads, head_dim).to(dtype)
         positions = torch.randint(0, 131072, (tokens,), generator=random)
-        cos_sin = compute_rotations(positions, inverse_frequencies(head_dim, 10000.0))
+        cos_sin = compute_rotations(positions, inverse_frequencies(rotated, 10000.0))
         pools = [torch.full((11, kv_heads, head_dim), 7.0, dtype=dtype) for _ in range(2)]
         slots = torch.randperm(11, generator=random)[:tokens]
         weights = [normal(random, head_dim).to(dtype) if has_norm else None for _ in range(2)]

@@ -59,6 +59,14 @@ class TestRope:
         turned = pairs * torch.polar(torch.ones_like(angles), angles)
         assert_near(out, torch.cat((turned.real, turned.imag), -1), max(error, 3e-4))
 
+    @pytest.mark.parametrize("interleaved", [False, True])
+    def test_copies_what_is_after_the_rotated_part(self, interleaved: bool) -> None:
+        x = normal(2, 3, 20)
+        cos_sin = compute_rotations(torch.tensor([3, 4]), inverse_frequencies(8, 10000.0))
+        out = apply_rope(x, cos_sin, interleaved=interleaved)
+        assert torch.equal(out[..., :8], apply_rope(x[..., :8], cos_sin, interleaved=interleaved))
+        assert torch.equal(out[..., 8:], x[..., 8:])
+
     def test_takes_heads_that_are_a_part_of_a_wider_tensor(self) -> None:
         wide = normal(2, 5, 8)
         cos_sin = compute_rotations(torch.tensor([3, 4]), inverse_frequencies(8, 10000.0))

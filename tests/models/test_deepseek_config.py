@@ -158,7 +158,7 @@ def test_kimi_k2_is_an_architecture_of_deepseek_v3() -> None:
         (V3, {"n_group": 256}, "n_group 256 does not divide 256 experts into groups of at least 2"),
         (V3, {"topk_group": 9}, "topk_group 9 of n_group 8"),
         (V3, {"n_group": 64, "topk_group": 1}, "topk_group 1 leaves 4 experts"),
-        (V3, {"qk_rope_head_dim": 63}, "qk_rope_head_dim 63 is odd"),
+        (V3, {"qk_rope_head_dim": 63}, "qk_rope_head_dim 63 is odd or 0"),
         (GLM, {"mlp_layer_types": ["sparse", "dense"]}, "mlp_layer_types = ['sparse', 'dense']"),
         (V3, {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
     ],

@@ -88,7 +88,7 @@ SMALL: dict[str, Any] = {
 
 
 def small(model_type: str, **settings: Any) -> dict[str, Any]:
-    if model_type == "qwen3_moe":
+    if model_type in ("qwen3_moe", "glm4_moe"):
         settings = {"moe_intermediate_size": 48, **settings}
     if model_type == "mistral":
         settings = {"sliding_window": None, **settings}
@@ -319,6 +319,35 @@ def test_quantization_of_experts_with_biases_is_refused() -> None:
     config = parse_model_config(small("gpt_oss", **_YARN))
     with pytest.raises(UsageError, match="--quantization fp8: gpt_oss has experts with biases"):
         quantize_at_load(config, "fp8")
+
+
+class TestPartialRotation:
+    def test_of_glm_is_half_of_a_head_by_default(self) -> None:
+        assert parse_model_config(small("glm4_moe", head_dim=32)).rotary_dim == 16
+
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {"partial_rotary_factor": 0.25},
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}},
+            {
+                "partial_rotary_factor": 0.5,
+                "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25},
+            },
+        ],
+    )
+    def test_is_read_in_both_spellings(self, settings: dict[str, Any]) -> None:
+        assert parse_model_config(small("glm4_moe", head_dim=32, **settings)).rotary_dim == 8
+
+    @pytest.mark.parametrize("part", [0, -0.5, 1.5])
+    def test_of_more_than_a_head_is_refused(self, part: float) -> None:
+        with pytest.raises(UsageError, match=rf"partial_rotary_factor {float(part)} is not in"):
+            parse_model_config(small("glm4_moe", partial_rotary_factor=part))
+
+    @pytest.mark.parametrize("part", [0.1, 0.01])
+    def test_of_an_odd_number_of_dimensions_is_refused(self, part: float) -> None:
+        with pytest.raises(UnsupportedModelError, match=r"part of heads \d is odd or 0"):
+            parse_model_config(small("glm4_moe", head_dim=32, partial_rotary_factor=part))
 
 
 class TestDirectory:
