@@ -54,6 +54,9 @@ on every rank. `--quantization fp8` is refused.
 GLM-4.5 to 4.7 (`glm4_moe`) rotate a part of each head (`partial_rotary_factor`), and have the
 router and the shared experts of DeepSeek-V3. We ignore their layers for drafts, too.
 
+Phi-3 and Phi-4 (`phi3`) are served unless they have `longrope`, as Phi-3-mini-128k and
+Phi-4-mini do. Their checkpoints cannot be in fp8, but `--quantization fp8` converts them.
+
 Rope types: {rope}. `yarn` stretches the context to `factor` times the original one. `dynamic`
 changes nothing, because it acts only after `max_position_embeddings` tokens.
 

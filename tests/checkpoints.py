@@ -116,6 +116,7 @@ _SPECIFIC: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 1.5,
         },
     ),
+    "phi3": ("Phi3Config", {"head_dim": 24, "pad_token_id": None}),
     "gpt_oss": (
         "GptOssConfig",
         {

@@ -35,6 +35,8 @@ class Architecture:
         has_latents: whether attention is to latents of K and V (MLA).
         has_sinks: whether attention has sinks.
         has_mxfp4: whether the weights of experts may be in MXFP4.
+        fused: modules of a checkpoint whose weights are those of several modules, row after row,
+            and the names of these modules in this order.
         implemented: keys of ``config.json`` that :mod:`pd.models.refusals` refuses for other
             architectures, but :meth:`adapt_config` represents.
         neutral: values, by key, of further settings that change nothing. We refuse all others.
@@ -47,6 +49,7 @@ class Architecture:
     has_latents: ClassVar[bool] = False
     has_sinks: ClassVar[bool] = False
     has_mxfp4: ClassVar[bool] = False
+    fused: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     implemented: ClassVar[frozenset[str]] = frozenset()
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
 

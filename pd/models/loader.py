@@ -35,12 +35,13 @@ from pd.models.tensor_parallel import SINGLE, TensorParallel, WeightDestination
 from pd.util.output import unwrap_stream
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from pd.models.causal_lm import CausalLM
     from pd.models.config import ModelConfig, QuantizationConfig
 
+NOTHING_FUSED: Mapping[str, tuple[str, ...]] = {}
 # Rotary frequencies in older checkpoints. We compute them instead.
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"
 # Dummy weights repeat a block of this many normal numbers, because drawing 8 billion numbers one by
@@ -70,6 +71,31 @@ class Stored(Protocol):
     def get_slice(self, name: str) -> _LazyTensor: ...
 
     def get_tensor(self, name: str) -> torch.Tensor: ...
+
+
+class _FusedRows:
+    """One of several tensors that a file holds as one: some of its rows."""
+
+    def __init__(self, tensor: _LazyTensor, first: int, stop: int) -> None:
+        self._tensor, self._first = tensor, first
+        self._shape = [stop - first, *tensor.get_shape()[1:]]
+
+    def keys(self) -> list[str]:
+        return []
+
+    def get_slice(self, name: str) -> _LazyTensor:
+        return self
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return self[tuple(slice(0, size) for size in self._shape)]
+
+    def get_shape(self) -> list[int]:
+        return self._shape
+
+    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
+        rows, *columns = index
+        rows = slice(self._first + rows.start, self._first + rows.stop)
+        return self._tensor[(rows, *columns)]
 
 
 def load_model(
@@ -133,7 +159,17 @@ def load_model(
             if place.fp8 is not None and scales.find_scale(name) is None:
                 place.fp8.make_plain()
         places = dict(model.list_tensors())
-    fill_weights(places, path, load_format, seed, progress, tp, is_known, scales=scales)
+    fill_weights(
+        places,
+        path,
+        load_format,
+        seed,
+        progress,
+        tp,
+        is_known,
+        scales=scales,
+        fused=architecture.fused,
+    )
     del places
     model.prepare_weights()
     return model.eval()
@@ -149,6 +185,7 @@ def fill_weights(
     is_known: Callable[[str, Stored, Path], bool],
     canonical: Callable[[str], str] = str,
     scales: Scales = NO_SCALES,
+    fused: Mapping[str, tuple[str, ...]] = NOTHING_FUSED,
 ) -> None:
     """Fill every place from a checkpoint, or with dummy weights. See :func:`load_model` for the
     other arguments.
@@ -160,6 +197,7 @@ def fill_weights(
         canonical: maps a name in the checkpoint to a name among ``places``.
         scales: scales of fp8 weights. Weights without them are quantized here if their place is in
             fp8.
+        fused: of the :class:`pd.models.architecture.Architecture`.
 
     Raises:
         UsageError: a tensor is missing, misshaped, quantized in an unsupported way or unknown.
@@ -177,7 +215,8 @@ def fill_weights(
         if load_format == "dummy":
             _fill_dummy(places, tp, seed, bar)
         else:
-            _read_checkpoint(find_checkpoint(path), places, tp, bar, is_known, canonical, scales)
+            directory = find_checkpoint(path)
+            _read_checkpoint(directory, places, tp, bar, is_known, canonical, scales, fused)
 
 
 def _read_scales(
@@ -202,6 +241,7 @@ def _read_checkpoint(
     is_known: Callable[[str, Stored, Path], bool],
     canonical: Callable[[str], str],
     scales: Scales,
+    fused: Mapping[str, tuple[str, ...]],
 ) -> None:
     """Fill every place, opening one shard at a time and copying one tensor at a time."""
     missing = set(places)
@@ -210,7 +250,13 @@ def _read_checkpoint(
             # Not a dictionary: safe_open's handle is iterated by keys() only.
             for name in stored.keys():  # noqa: SIM118
                 key = canonical(name)
-                if key in missing:
+                parts = _find_parts(key, fused)
+                if parts and missing.issuperset(parts):
+                    some = {part: places[part] for part in parts}
+                    _copy_fused(stored, some, tp, name, shard, scales)
+                    missing.difference_update(parts)
+                    bar.update(sum(place.memory.nbytes for place in some.values()))
+                elif key in missing:
                     _copy_tensor(stored, places[key], tp, name, shard, scales)
                     missing.discard(key)
                     bar.update(places[key].memory.nbytes)
@@ -219,11 +265,42 @@ def _read_checkpoint(
                     and not is_known(name, stored, shard)
                     and not name.endswith(_IGNORED_SUFFIX)
                 ):
-                    what = "a second time" if key in places else "which the model lacks"
+                    is_place = key in places or not places.keys().isdisjoint(parts)
+                    what = "a second time" if is_place else "which the model lacks"
                     raise UsageError(f"{shard} holds tensor {name}, {what}")
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UsageError(f"{directory} lacks tensor {min(missing)}{more}")
+
+
+def _find_parts(name: str, fused: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """Return the names of the tensors that are fused into one with this name; none if it is a
+    single tensor."""
+    module, _, kind = name.rpartition(".")
+    parent, _, module = module.rpartition(".")
+    return [f"{parent}.{part}.{kind}" for part in fused.get(module, ())]
+
+
+def _copy_fused(
+    stored: Stored,
+    places: dict[str, WeightDestination],
+    tp: TensorParallel,
+    name: str,
+    shard: Path,
+    scales: Scales,
+) -> None:
+    """Copy the parts of a fused tensor, which ``places`` has in their order."""
+    whole = stored.get_slice(name)
+    shapes = [place.whole_shape(tp) for place in places.values()]
+    expected = [sum(shape[0] for shape in shapes), *shapes[0][1:]]
+    if list(whole.get_shape()) != expected:
+        raise UsageError(
+            f"{shard}: tensor {name} is {list(whole.get_shape())}, config.json makes it {expected}"
+        )
+    stop = 0
+    for (part, place), shape in zip(places.items(), shapes, strict=True):
+        first, stop = stop, stop + shape[0]
+        _copy_tensor(_FusedRows(whole, first, stop), place, tp, part, shard, scales)
 
 
 def _copy_tensor(

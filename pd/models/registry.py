@@ -40,6 +40,7 @@ ARCHITECTURES: dict[str, ListedArchitecture] = {
     ),
     "glm4_moe": ListedArchitecture("Glm4MoeForCausalLM", "pd.models.glm4_moe:Glm4Moe"),
     "gpt_oss": ListedArchitecture("GptOssForCausalLM", "pd.models.gpt_oss:GptOss"),
+    "phi3": ListedArchitecture("Phi3ForCausalLM", "pd.models.phi3:Phi3"),
     "kimi_k2": ListedArchitecture("DeepseekV3ForCausalLM", "pd.models.deepseek_v3:DeepseekV3"),
 }
 

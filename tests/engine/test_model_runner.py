@@ -87,6 +87,19 @@ class TestParity:
                     },
                 },
             ),
+            (
+                "phi3",
+                {
+                    "sliding_window": 70,
+                    "tie_word_embeddings": True,
+                    "head_dim": 16,
+                    "rope_parameters": {
+                        "rope_type": "default",
+                        "rope_theta": 10000.0,
+                        "partial_rotary_factor": 0.75,
+                    },
+                },
+            ),
             ("gpt_oss", {"attention_bias": False, "swiglu_limit": 7.0, "num_experts_per_tok": 3}),
             (
                 "gpt_oss",

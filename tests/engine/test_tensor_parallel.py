@@ -74,7 +74,16 @@ class TestWeights:
     @pytest.mark.parametrize("load_format", ["auto", "dummy"])
     @pytest.mark.parametrize(
         "architecture",
-        ["llama2", "llama3", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss"],
+        [
+            "llama2",
+            "llama3",
+            "mixtral",
+            "qwen3_moe",
+            "deepseek_v2",
+            "deepseek_v3",
+            "gpt_oss",
+            "phi3",
+        ],
     )
     def test_ranks_divide_the_same_weights(
         self,

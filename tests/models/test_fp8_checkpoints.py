@@ -130,6 +130,27 @@ def test_conversion_at_load_equals_a_checkpoint_with_a_scale_per_channel(
     assert quantize_at_load(read_model_config(path), "fp8") == read_model_config(path)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_fused_weights_of_phi3_are_converted_at_load(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pd.models.causal_lm.CausalLM.prepare_weights", lambda model: None)
+    path = make_checkpoint("phi3", tmp_path)
+    plain = read_model_config(path)
+    for rank in Threads(size).run(lambda rank: rank):
+        fp8, wide = (
+            dict(load_model(path, c, dtype=torch.float32, device="cpu", tp=rank).list_tensors())
+            for c in (quantize_at_load(plain, "fp8"), plain)
+        )
+        converted = [name for name, place in fp8.items() if place.fp8 is not None]
+        assert len(converted) == 3 * 7
+        for name in converted:
+            scales = fp8[name].fp8.scales
+            torch.testing.assert_close(
+                fp8[name].memory.float() * scales, wide[name].memory, rtol=0.065, atol=0.01
+            )
+
+
 def unpack(weight: torch.Tensor) -> torch.Tensor:
     return weight.to_dense() if weight.layout != torch.strided else weight
 

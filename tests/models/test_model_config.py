@@ -224,6 +224,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "SequenceClassification"),
     ("gpt2", {}, "'gpt2'"),
     ("gpt_oss", {}, "rope_parameters = None"),
+    ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "'longrope'"),
+    ("phi3", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type of phi3 = 'yarn'"),
+    ("phi3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config of phi3"),
     ("gpt_oss", {**_YARN, "layer_types": ["sliding_attention"] * 2}, "layer_types"),
     ("gpt_oss", {**_YARN, "quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
 ]
@@ -254,6 +257,7 @@ class TestRefusals:
             ("qwen3", {"use_sliding_window": True, "max_window_layers": 0}, (64,) * 3),
             ("qwen3_moe", {"use_sliding_window": True}, (64,) * 3),
             ("gpt_oss", _YARN, (64, 0, 64)),
+            ("phi3", {}, (64,) * 3),
             (
                 "qwen3",
                 {

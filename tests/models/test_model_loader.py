@@ -60,6 +60,20 @@ def edit(path: Path, **changes: torch.Tensor | None) -> None:
     save_file(tensors, path / SHARD, {"format": "pt"})
 
 
+def split_fused(
+    stored: dict[str, torch.Tensor], places: dict[str, WeightDestination]
+) -> dict[str, torch.Tensor]:
+    """The tensors of Phi-3's fused ones."""
+    found = {}
+    for name, tensor in stored.items():
+        for fused, parts in (("qkv_proj", "qkv"), ("gate_up_proj", ("gate", "up"))):
+            if f".{fused}." in name and name not in places and "experts" not in name:
+                names = [name.replace(fused, f"{part}_proj") for part in parts]
+                sizes = [len(places[each].memory) for each in names]
+                found |= dict(zip(names, tensor.split(sizes), strict=True))
+    return found
+
+
 @pytest.mark.usefixtures("unprepared")
 class TestReading:
     @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -72,6 +86,7 @@ class TestReading:
         stored = {name: t for shard in shards for name, t in load_file(shard).items()}
         model = load(path)
         places = dict(model.list_tensors())
+        stored |= split_fused(stored, places)
         assert set(places) <= set(stored)
         for name, place in places.items():
             assert torch.equal(place.memory, stored[name]), name
@@ -131,6 +146,24 @@ class TestErrors:
         edit(copy, model__layers__1__self_attn__k_proj__bias=None)
         with pytest.raises(UsageError, match=r"lacks tensor model\.layers\.1\.self_attn\.k_proj"):
             load(copy)
+
+    def test_fused_tensors(self, tmp_path: Path) -> None:
+        """Too few rows, a part that is there twice, and a fused tensor that is missing."""
+        path = make_checkpoint("phi3", tmp_path)
+        name = "model__layers__1__self_attn__qkv_proj__weight"
+        fused = load_file(path / SHARD)[name.replace("__", ".")]
+        assert list(fused.shape) == [192, 64]
+        edit(path, **{name: fused[:-1].clone()})
+        message = r"qkv_proj\.weight is \[191, 64\], config\.json makes it \[192, 64\]"
+        with pytest.raises(UsageError, match=message):
+            load(path)
+        part = name.replace("qkv", "k")
+        edit(path, **{name: fused, part: fused[96:144].clone()})
+        with pytest.raises(UsageError, match=r"qkv_proj\.weight, a second time"):
+            load(path)
+        edit(path, **{name: None, part: None})
+        with pytest.raises(UsageError, match=r"lacks tensor .*1\.self_attn\.k_proj.* and 2 more"):
+            load(path)
 
     def test_unexpected_tensor(self, copy: Path) -> None:
         edit(copy, model__layers__0__self_attn__q_norm__weight=torch.ones(16))
