@@ -132,7 +132,6 @@ class Proxy:
         text_models = await self._load_text_models()
         self._build(text_models, on_loopback=True, most_nodes=1, node_access=node_access)
         self._pool.start(self._handle_event)
-        self._batches.start()
         self._pool.add_node(role, url)
         return self._app
 
@@ -290,7 +289,7 @@ class Proxy:
             access,
             config.cors_origins,
         )
-        sender = BatchSender(self._app, self._dispatcher.admission)
+        sender = BatchSender(self._app, self._router, self._dispatcher.admission)
         self._batches = BatchRunner(database, batches, files, sender, config.batch_concurrency)
 
     def _wake_batches(self) -> None:

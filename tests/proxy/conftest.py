@@ -12,7 +12,7 @@ import pytest
 
 # Tests of one room also use helpers of the API's and the text room's tests.
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path += [str(Path(__file__).parent / room) for room in ("api", "text")]
+sys.path += [str(Path(__file__).parent / room) for room in ("api", "batches", "text")]
 
 from certificates import Authority, CertificateFiles
 from proxy_cluster import Cluster

@@ -19,12 +19,13 @@ if TYPE_CHECKING:
     from pd.batch.requests import BatchRequest
     from pd.core.errors import PDError
     from pd.proxy.dispatch.admission import Admission
+    from pd.proxy.routing.routing import Router
 
 logger = logging.getLogger(__name__)
 
 # Requests of clients have priority 0 unless they say otherwise.
 BATCH_PRIORITY = -1
-# How soon we look again whether clients left room for a batch.
+# How soon we look again whether there is room for a request of a batch.
 _BUSY_SECONDS = 0.1
 
 
@@ -33,11 +34,13 @@ class BatchSender:
 
     Args:
         app: the proxy's application.
+        router: tells whether there are nodes.
         admission: tells how full the proxy is.
     """
 
-    def __init__(self, app: ASGIApp, admission: Admission) -> None:
+    def __init__(self, app: ASGIApp, router: Router, admission: Admission) -> None:
         self._app = app
+        self._router = router
         self._admission = admission
         # Nothing ends all requests of a proxy at once.
         self._failure: asyncio.Future[PDError] = asyncio.get_running_loop().create_future()
@@ -45,9 +48,11 @@ class BatchSender:
     async def send_request(self, owner: str, request: BatchRequest, name: str) -> BatchAttempt:
         """Send a request for the key ``owner``, with ``name`` as its X-Request-Id.
 
-        We wait while the proxy is half full, so that batches take no room from clients.
+        We wait while the proxy has no nodes. We also wait while it is half full, so that batches
+        take no room from clients.
         """
-        while self._admission.is_half_full and not self._admission.is_closed:
+        admission = self._admission
+        while not admission.is_closed and (admission.is_half_full or not self._router.can_serve()):
             await asyncio.sleep(_BUSY_SECONDS)
         scope = make_scope("POST", request.url, request.content)
         scope["headers"].append((REQUEST_ID, name.encode()))

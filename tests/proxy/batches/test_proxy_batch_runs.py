@@ -2,71 +2,34 @@
 
 from __future__ import annotations
 
-import io
-import json
-import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import openai
 import pytest
-from fake_node import EOS
+from proxy_batches import (
+    CHAT,
+    COMPLETIONS,
+    RESPONSES,
+    echo,
+    make_line,
+    make_lines,
+    read_results,
+    reply_to,
+    start,
+    upload,
+    wait_completed,
+    wait_ended,
+)
 from proxy_cluster import Cluster
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from fake_node import FakeNode
-    from openai.types import Batch
 
 KEY, OTHER_KEY = "key", "other"
-COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
-ENDED = ("completed", "failed", "expired", "cancelled")
-
-
-def make_line(custom_id: str, url: str = COMPLETIONS, **body: Any) -> dict[str, Any]:
-    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
-
-
-def make_lines(count: int) -> list[dict[str, Any]]:
-    return [make_line(f"{i}", prompt=f"text {i}", max_tokens=4) for i in range(count)]
-
-
-def upload(client: openai.OpenAI, lines: list[Any]) -> str:
-    content = "".join(json.dumps(line) + "\n" for line in lines).encode()
-    return client.files.create(file=("in.jsonl", io.BytesIO(content)), purpose="batch").id
-
-
-def start(
-    client: openai.OpenAI, lines: list[Any], endpoint: Any = COMPLETIONS, **options: Any
-) -> Batch:
-    return client.batches.create(
-        input_file_id=upload(client, lines),
-        endpoint=endpoint,
-        completion_window="24h",
-        **options,
-    )
-
-
-def wait_ended(client: openai.OpenAI, batch: Batch, seconds: float = 20) -> Batch:
-    deadline = time.monotonic() + seconds
-    while batch.status not in ENDED:
-        assert time.monotonic() < deadline, batch
-        time.sleep(0.02)
-        batch = client.batches.retrieve(batch.id)
-    return batch
-
-
-def read_results(client: openai.OpenAI, file_id: str | None) -> dict[str, Any]:
-    """The lines of a file by their ``custom_id``, of which there is one each."""
-    if file_id is None:
-        return {}
-    text = client.files.content(file_id).text
-    assert text.endswith("\n")
-    lines = [json.loads(line) for line in text.split("\n")[:-1]]
-    found = {line["custom_id"]: line for line in lines}
-    assert len(found) == len(lines)
-    return found
 
 
 class Served(NamedTuple):
@@ -78,7 +41,7 @@ class Served(NamedTuple):
 def served(model_dir: str) -> Iterator[Served]:
     with ExitStack() as stack:
         cluster = Cluster(stack, model_dir)
-        node = cluster.node("unified", lambda prompt, _: [*prompt[:30], EOS])
+        node = cluster.node("unified", echo)
         proxy = cluster.proxy(api_key=KEY, admin_api_key=OTHER_KEY, files_mb=5)
         client = openai.OpenAI(base_url=f"{proxy.url}/v1", api_key=KEY, max_retries=0)
         yield Served(stack.enter_context(client), node)
@@ -194,3 +157,113 @@ def test_unsuitable_requests_are_refused_by_name(served: Served) -> None:
         with pytest.raises(openai.BadRequestError, match=field) as refused:
             client.post("/batches", body=good | {field: value}, cast_to=object)
         assert str(refused.value.param).startswith(field)
+
+
+@pytest.fixture
+def held(model_dir: str) -> Iterator[Served]:
+    """A node that answers when the test says so."""
+    with ExitStack() as stack:
+        cluster = Cluster(stack, model_dir)
+        node = cluster.node("unified", echo, auto=False)
+        proxy = cluster.proxy(files_mb=1, max_queue=8)
+        client = openai.OpenAI(base_url=f"{proxy.url}/v1", api_key="none", max_retries=0)
+        yield Served(stack.enter_context(client), node)
+
+
+def test_a_cancelled_batch_keeps_its_results(held: Served) -> None:
+    client, node = held
+    batch = start(client, make_lines(30))
+    reply_to(node, 0, 5)
+    wait_completed(client, batch, 5)
+    under_way = node.wait_generate(9)
+    assert client.batches.cancel(batch.id).status == "cancelling"
+    node.wait_abort(under_way.room)
+    batch = wait_ended(client, batch)
+    assert batch.status == "cancelled" and batch.cancelling_at and batch.cancelled_at
+    counts = batch.request_counts
+    assert counts is not None and (counts.total, counts.completed, counts.failed) == (30, 5, 0)
+    assert len(read_results(client, batch.output_file_id)) == 5 and batch.error_file_id is None
+    with pytest.raises(openai.BadRequestError, match="cancelled"):
+        client.batches.cancel(batch.id)
+
+
+def test_the_input_of_an_open_batch_cannot_be_deleted(held: Served) -> None:
+    client, node = held
+    batch = start(client, make_lines(1))
+    node.wait_generate()
+    with pytest.raises(openai.BadRequestError, match=batch.id):
+        client.files.delete(batch.input_file_id)
+    node.reply(node.generates[0])
+    assert wait_ended(client, batch).status == "completed"
+    assert client.files.delete(batch.input_file_id).deleted
+
+
+def test_results_beyond_the_room_of_their_key_end_a_batch(held: Served) -> None:
+    client, node = held
+    node.auto = True
+    filler = "x" * ((1 << 20) - 40_000)
+    upload(client, [make_line("filler", prompt=filler)])
+    batch = wait_ended(client, start(client, make_lines(150)))
+    assert batch.status == "failed" and batch.errors is not None and batch.errors.data
+    assert [error.code for error in batch.errors.data] == ["storage_full"]
+    counts = batch.request_counts
+    assert counts is not None and 10 < counts.completed < 150
+    assert len(read_results(client, batch.output_file_id)) == counts.completed
+    assert sum(file.bytes for file in client.files.list()) <= 1 << 20
+
+
+def test_clients_have_room_while_batches_run(held: Served) -> None:
+    """Half of the queue (8) is for clients."""
+    client, node = held
+    batch = start(client, make_lines(20))
+    node.wait_generate(4)
+    with ThreadPoolExecutor(4) as pool:
+        answers = [
+            pool.submit(client.completions.create, model="", prompt="x", max_tokens=4)
+            for _ in range(4)
+        ]
+        node.wait_generate(8)
+        assert [generate.priority for generate in node.generates] == [-1] * 4 + [0] * 4
+        reply_to(node, 4, 8)
+        assert all(answer.result().choices[0].text for answer in answers)
+    node.auto = True
+    reply_to(node, 0, 4)
+    assert wait_ended(client, batch).status == "completed"
+
+
+def test_a_key_has_so_many_open_batches(held: Served) -> None:
+    client, node = held
+    batches = [start(client, make_lines(1)) for _ in range(16)]
+    with pytest.raises(openai.RateLimitError, match="16"):
+        start(client, make_lines(1))
+    for batch in batches[2:]:
+        client.batches.cancel(batch.id)
+    reply_to(node, 0, 2)
+    statuses = [wait_ended(client, batch).status for batch in batches]
+    assert statuses == ["completed"] * 2 + ["cancelled"] * 14
+    assert len(node.generates) == 2, "two batches of a key run at a time"
+
+
+def test_requests_of_a_failing_node_are_repeated(held: Served) -> None:
+    client, node = held
+    batch = start(client, make_lines(1))
+    node.fail(node.wait_generate(), "node_failed")
+    reply_to(node, 1, 2)
+    batch = wait_ended(client, batch)
+    assert batch.error_file_id is None and batch.status == "completed"
+
+
+@pytest.mark.one_process("shortens the window of this process")
+def test_requests_without_a_result_expire(held: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, node = held
+    monkeypatch.setattr("pd.proxy.api.batches_api.WINDOW_SECONDS", 1.5)
+    batch = start(client, make_lines(30))
+    reply_to(node, 0, 3)
+    batch = wait_ended(client, batch)
+    assert batch.status == "expired" and batch.expired_at
+    counts = batch.request_counts
+    assert counts is not None and (counts.completed, counts.failed) == (3, 27)
+    assert len(read_results(client, batch.output_file_id)) == 3
+    errors = read_results(client, batch.error_file_id)
+    assert len(errors) == 27
+    assert {line["error"]["code"] for line in errors.values()} == {"batch_expired"}
