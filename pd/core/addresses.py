@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import ipaddress
 import re
 import socket
@@ -118,6 +119,7 @@ def check_node_url(text: str) -> str:
     return url
 
 
+@functools.lru_cache(maxsize=64)  # every request asks about its ``Host`` and its peer
 def is_loopback(host: str) -> bool:
     """Whether ``host`` is ``localhost`` or an address of the loopback interface."""
     if host.lower() == "localhost":

@@ -83,6 +83,9 @@ if TYPE_CHECKING:
     from pd.proxy.routing.routing import Router
 
 
+# FastAPI's own telemetry (from 0.165 on; earlier versions ignore this) would look for its providers
+# at each request, and an environment variable could make it send requests' data to a collector.
+_NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
 # Errors quote at most this many characters of a path.
 _MAX_PATH_CHARACTERS = 100
 
@@ -105,7 +108,7 @@ def make_app(
     access: Access,
     cors_origins: Sequence[str] = (),
 ) -> FastAPI:
-    app = FastAPI(title="pd", version=__version__, openapi_url=None)
+    app = FastAPI(title="pd", version=__version__, openapi_url=None, telemetry=_NO_TELEMETRY)
     app.state.bodies, app.state.access = service.bodies, access
     endpoints = _list_endpoints(service, router, admin, compat, responses, files, batches)
     for endpoint in endpoints:
