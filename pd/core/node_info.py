@@ -72,8 +72,9 @@ class Plane(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         num_heads, head_dim: shape of one vector, with the heads of all tensor-parallel ranks.
         vectors: number of vectors per token and layer: 2 for K and V, or 1.
         ranks: what the tensor-parallel ranks have. With ``divided``, the heads are divided among
-            them. With ``copied``, each has the whole plane, which travels once. With ``first``,
-            rank 0 has the whole plane and the others have nothing.
+            them; if there are more ranks than heads, neighbouring ranks have the same head, which
+            travels once. With ``copied``, each has the whole plane, which travels once. With
+            ``first``, rank 0 has the whole plane and the others have nothing.
         group: planes of one group are cached together, so a node has equally many leading tokens
             of a prompt in all of them.
     """
@@ -185,13 +186,13 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         planes = []
         for plane in self.planes:
             if plane.ranks == "divided":
-                if plane.num_heads % self.tp_size:
+                heads, rest = divmod(plane.num_heads, self.tp_size)
+                if rest and self.tp_size % plane.num_heads:
                     raise UsageError(
                         f"--tp-size {self.tp_size} does not divide the {plane.num_heads} heads of "
                         f"plane {plane.name!r}"
                     )
-                heads = plane.num_heads // self.tp_size
-                planes.append(msgspec.structs.replace(plane, num_heads=heads))
+                planes.append(msgspec.structs.replace(plane, num_heads=max(heads, 1)))
             elif plane.ranks == "copied" or rank == 0:
                 planes.append(plane)
         # Groups are of no interest to ranks without a plane of each.

@@ -162,7 +162,8 @@ class Engine:
             )
             built = leader.wait_until_built()
             if config.hands_off:
-                engine.pool.set_parts(leader.map_pools(built, engine.pool.common_memory))
+                addresses = leader.map_pools(built, engine.pool.common_memory)
+                engine.pool.set_parts(addresses, engine.layout)
         except BaseException as error:
             leader.close()
             if leader.failure is None or isinstance(error, PDError):

@@ -43,14 +43,14 @@ class PoolPlane:
         parts: address of each tensor-parallel rank's buffer as mapped in this process, in the order
             of their heads. All have the shape of ``buffer``, which comes first. A plane whose heads
             are not divided has one part.
-        copies: addresses of the other ranks' copies of a plane that every rank has.
+        copies: further ranks' parts with the same content. Each has the form of ``parts``.
     """
 
     spec: Plane
     first_layer: int
     buffer: torch.Tensor
     parts: Sequence[int]
-    copies: Sequence[int] = ()
+    copies: Sequence[Sequence[int]] = ()
 
 
 class PlaneView:
@@ -135,14 +135,21 @@ class KVPool:
         extents = zip(self.layout.planes, self.layout.plane_extents(slots), strict=True)
         return self.memory[: max(x.stop for plane, x in extents if plane.ranks != "first")]
 
-    def set_parts(self, addresses: Sequence[int]) -> None:
-        """Set the address of each rank's memory as mapped in this process, rank 0 first."""
+    def set_parts(self, addresses: Sequence[int], layout: KVLayout) -> None:
+        """Set the address of each rank's memory as mapped in this process, rank 0 first.
+
+        Args:
+            layout: that of all ranks together.
+        """
+        whole = {plane.name: plane.num_heads for plane in layout.planes}
         for plane in self.planes:
-            offset = plane.buffer.data_ptr() - self.memory.data_ptr()
-            if plane.spec.ranks == "divided":
-                plane.parts = [address + offset for address in addresses]
-            elif plane.spec.ranks == "copied":
-                plane.copies = [address + offset for address in addresses[1:]]
+            spec, offset = plane.spec, plane.buffer.data_ptr() - self.memory.data_ptr()
+            mine = [address + offset for address in addresses]
+            if spec.ranks == "divided":
+                replicas = spec.num_heads * len(addresses) // whole[spec.name]
+                plane.parts, *plane.copies = (mine[first::replicas] for first in range(replicas))
+            elif spec.ranks == "copied":
+                plane.copies = [[address] for address in mine[1:]]
 
     def get_keys(self, layer: int) -> torch.Tensor:
         """Return the keys of a layer, a view ``[slots, num_heads, head_dim]``. If the plane has one
@@ -217,9 +224,10 @@ class KVPool:
             slots = find_token_slots(pages, np.arange(start, stop), self.page_size)
             if len(plane.parts) == 1:
                 own = hash_tokens(plane.buffer, slots, start, first_layer=plane.first_layer)
-                digests += [own, *self._hash_damaged_copies(plane, slots, start, own)]
             else:
-                digests += self._hash_parts(plane, plane.parts, slots, start)
+                parts = self._hash_parts(plane, plane.parts, slots, start)
+                own = np.concatenate([digests[0], *parts])
+            digests += [own, *self._hash_damaged_copies(plane, slots, start, own)]
         return sum_digests(np.concatenate(digests))
 
     def _hash_damaged_copies(
@@ -230,8 +238,8 @@ class KVPool:
         own: npt.NDArray[np.int64],
     ) -> Iterator[npt.NDArray[np.int64]]:
         """Hash the tokens in other ranks' copies of a plane, unless they are like ``own``."""
-        for address in plane.copies:
-            hashes = np.concatenate([own[:0], *self._hash_parts(plane, [address], slots, start)])
+        for parts in plane.copies:
+            hashes = np.concatenate([own[:0], *self._hash_parts(plane, parts, slots, start)])
             if not np.array_equal(hashes, own):
                 yield hashes
 

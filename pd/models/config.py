@@ -147,6 +147,8 @@ class ModelConfig:
         context_length: ``max_position_embeddings``, in tokens.
         num_kv_heads, head_dim: of the rows that attention reads. Models with latent attention have
             one head, as wide as a row of their cache.
+        kv_replicas: number of neighbouring ranks that have the same KV heads, if there are more
+            ranks than KV heads.
         intermediate_size: width of the MLP, or of one expert if ``num_experts`` > 0.
         attention_bias: whether the q, k and v projections have biases.
         output_bias: whether the projection after attention has a bias.
@@ -205,6 +207,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     eos_problems: tuple[str, ...] = ()
     bos_token_id: int | None = None
+    kv_replicas: int = 1
 
     @property
     def token_flops(self) -> int:
@@ -307,19 +310,25 @@ class ModelConfig:
 
     def split_by_ranks(self, tp_size: int) -> ModelConfig:
         """Return the configuration of one of ``tp_size`` ranks' parts: heads and the width of the
-        MLPs are divided. ``vocab_size`` stays whole, although the output head is divided, too.
+        MLPs are divided. ``vocab_size`` stays whole, although the output head is divided, too. If
+        there are fewer KV heads than ranks, several ranks have the same one.
 
         Raises:
             UsageError: ``tp_size`` does not divide one of these numbers.
         """
         names = ["num_heads", "num_kv_heads", "intermediate_size", "dense_size", "vocab_size"]
+        heads, replicas = self.num_kv_heads, 1
         if self.latent is not None:
             names.remove("num_kv_heads")  # every rank has all latents
+        elif heads < tp_size and tp_size % heads == 0:
+            names.remove("num_kv_heads")
+            heads, replicas = 1, tp_size // heads
         sizes = {name: getattr(self, name) for name in names}
         for name, value in sizes.items():
             if value % tp_size:
                 raise UsageError(f"--tp-size {tp_size} does not divide the model's {name} {value}")
         del sizes["vocab_size"]
+        parts = {name: value // tp_size for name, value in sizes.items()}
         return dataclasses.replace(
-            self, **{name: value // tp_size for name, value in sizes.items()}
+            self, **{"num_kv_heads": heads, "kv_replicas": replicas, **parts}
         )

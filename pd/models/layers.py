@@ -13,7 +13,7 @@ weight is split.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from pd.models.config import ModelConfig, QuantizationConfig
 
 NamedPlaces: TypeAlias = Iterator[tuple[str, WeightDestination]]
+
+NO_REPLICAS: Mapping[str, int] = {}
 
 
 class Rotary:
@@ -66,6 +68,8 @@ class Linear(nn.Module):
         split: whether each rank has only a part of every projection's outputs.
         quantization: None for a weight in the model's dtype.
         first_input: place of the first input among those of all ranks.
+        replicas: number of neighbouring ranks that have the same part of a projection; 1 for
+            projections that are not listed.
     """
 
     def __init__(
@@ -77,9 +81,10 @@ class Linear(nn.Module):
         split: bool = False,
         quantization: QuantizationConfig | None = None,
         first_input: int = 0,
+        replicas: Mapping[str, int] = NO_REPLICAS,
     ) -> None:
         super().__init__()
-        self._outputs = outputs
+        self._outputs, self._replicas = outputs, replicas
         self._split = 0 if split else None
         self.matrix = Matrix(
             list(outputs.values()),
@@ -106,9 +111,12 @@ class Linear(nn.Module):
         stop = 0
         for name, size in self._outputs.items():
             start, stop = stop, stop + size
-            yield f"{name}.weight", self.matrix.place_rows(start, stop, self._split)
+            replicas = self._replicas.get(name, 1)
+            place = self.matrix.place_rows(start, stop, self._split, replicas=replicas)
+            yield f"{name}.weight", place
             if self.bias is not None:
-                yield f"{name}.bias", WeightDestination(self.bias[start:stop], self._split)
+                rows = self.bias[start:stop]
+                yield f"{name}.bias", WeightDestination(rows, self._split, replicas=replicas)
 
 
 class ReducedLinear(Linear):
@@ -223,7 +231,14 @@ class Attention(AttentionLayer):
         qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         inputs = config.hidden_size if input_size is None else input_size
         quantization = config.quantization
-        self.qkv = Linear(qkv, inputs, config.attention_bias, split=True, quantization=quantization)
+        self.qkv = Linear(
+            qkv,
+            inputs,
+            config.attention_bias,
+            split=True,
+            quantization=quantization,
+            replicas=dict.fromkeys(("k_proj", "v_proj"), config.kv_replicas),
+        )
         self.output = ReducedLinear(
             "o_proj", config.hidden_size, q_size, config.output_bias, tp, quantization
         )

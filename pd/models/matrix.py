@@ -94,16 +94,22 @@ class Matrix(nn.Module):
             self.values = nn.Parameter(empty, requires_grad=False)
 
     def place_rows(
-        self, start: int, stop: int | None, split: int | None, index: int | None = None
+        self,
+        start: int,
+        stop: int | None,
+        split: int | None,
+        index: int | None = None,
+        replicas: int = 1,
     ) -> WeightDestination:
         """Return the place of some rows of the matrix, or of one matrix of the stack.
 
         Args:
             split: dimension of these rows that the ranks divide.
+            replicas: number of ranks that have the same part of them.
         """
         values = self.values if index is None else self.values[index]
         if self.scales is None:
-            return WeightDestination(values[start:stop], split)
+            return WeightDestination(values[start:stop], split, replicas=replicas)
         scales = self.scales if index is None else self.scales[index]
         lead = self._inputs.lead
         part = Fp8Destination(
@@ -112,7 +118,8 @@ class Matrix(nn.Module):
             self.input_scale,
             self.make_plain,
         )
-        return WeightDestination(values[start:stop, lead : lead + self._size], split, part)
+        mine = values[start:stop, lead : lead + self._size]
+        return WeightDestination(mine, split, part, replicas)
 
     @property
     def weight(self) -> Weight:

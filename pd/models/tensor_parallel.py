@@ -26,10 +26,12 @@ class TensorParallel:
     rank = 0
     size = 1
 
-    def slice_part(self, length: int) -> slice:
-        """Return this rank's part of a dimension of ``length``, a multiple of ``size``."""
-        each = length // self.size
-        return slice(self.rank * each, (self.rank + 1) * each)
+    def slice_part(self, length: int, replicas: int = 1) -> slice:
+        """Return this rank's part of a dimension of ``length``, a multiple of the number of
+        different parts. ``replicas`` neighbouring ranks have the same part."""
+        each = length * replicas // self.size
+        first = self.rank // replicas * each
+        return slice(first, first + each)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of all ranks' ``x``, in its dtype and the same on every rank. ``x`` is
@@ -76,23 +78,25 @@ class WeightDestination(NamedTuple):
         split: dimension along which the ranks divide the tensor into equal parts, in their order;
             None if every rank has all of it.
         fp8: memory for its scales if it is in fp8.
+        replicas: number of neighbouring ranks that have the same part.
     """
 
     memory: torch.Tensor
     split: int | None = None
     fp8: Fp8Destination | None = None
+    replicas: int = 1
 
     def whole_shape(self, tp: TensorParallel) -> list[int]:
         """Return the shape of the tensor in the checkpoint."""
         shape = list(self.memory.shape)
         if self.split is not None:
-            shape[self.split] *= tp.size
+            shape[self.split] *= tp.size // self.replicas
         return shape
 
     def slice_part(self, tp: TensorParallel) -> tuple[slice, ...]:
         """Return the index of this rank's part in the tensor of the checkpoint."""
         whole = self.whole_shape(tp)
         return tuple(
-            tp.slice_part(size) if dim == self.split else slice(0, size)
+            tp.slice_part(size, self.replicas) if dim == self.split else slice(0, size)
             for dim, size in enumerate(whole)
         )

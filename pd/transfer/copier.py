@@ -220,4 +220,4 @@ class HostPartsPlane(PlaneCopier):
 
 def list_targets(plane: KVPlane) -> list[Sequence[int]]:
     """List the parts to scatter rows into: those of the plane, and of each further copy."""
-    return [plane.parts, *([address] for address in plane.copies)]
+    return [plane.parts, *plane.copies]

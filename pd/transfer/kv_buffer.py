@@ -27,14 +27,15 @@ class KVPlane(Protocol):
         parts: address of each tensor-parallel rank's buffer, as mapped in this process. Each has
             the shape of ``buffer``, the first of them. Only copies between pages and staging
             buffers know about parts, because KV travels with all heads.
-        copies: addresses of other ranks' copies of the plane. Transfers write them like ``buffer``.
+        copies: further ranks' parts with the same content, each in the form of ``parts``. Transfers
+            write them, too.
     """
 
     spec: Plane
     first_layer: int
     buffer: torch.Tensor
     parts: Sequence[int]
-    copies: Sequence[int]
+    copies: Sequence[Sequence[int]]
 
 
 class KVBuffer(Protocol):

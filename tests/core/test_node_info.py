@@ -103,9 +103,16 @@ def test_a_rank_has_a_part_of_each_divided_plane_in_the_same_place() -> None:
     assert [first.plane_extents(10)[index] for index in (0, 2)] == second.plane_extents(10)
     assert PLANES.of_rank(0) == PLANES
     with pytest.raises(
-        UsageError, match="--tp-size 4 does not divide the 2 heads of plane 'model'"
+        UsageError, match="--tp-size 3 does not divide the 2 heads of plane 'model'"
     ):
-        msgspec.structs.replace(PLANES, tp_size=4).of_rank(0)
+        msgspec.structs.replace(PLANES, tp_size=3).of_rank(0)
+
+
+def test_several_ranks_have_the_same_head_if_there_are_fewer_heads() -> None:
+    four = msgspec.structs.replace(PLANES, tp_size=4)
+    for rank in range(4):
+        heads = {plane.name: plane.num_heads for plane in four.of_rank(rank).planes}
+        assert heads == {"model": 1, "head": 1} | ({"latent": 1} if rank == 0 else {})
 
 
 def test_every_rank_has_all_of_a_copied_plane() -> None:

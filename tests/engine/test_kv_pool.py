@@ -140,7 +140,7 @@ def test_parts_of_a_rank_lie_where_they_lie_on_rank_0() -> None:
     layout = msgspec.structs.replace(PLANES, tp_size=2)
     first, second = (KVPool(layout.of_rank(rank), 6, "cpu") for rank in range(2))
     assert len(first.common_memory) == len(second.memory) < len(first.memory)
-    first.set_parts([pool.memory.data_ptr() for pool in (first, second)])
+    first.set_parts([pool.memory.data_ptr() for pool in (first, second)], layout)
     model, latent, head = first.planes
     for plane, other in zip((model, head), second.planes, strict=True):
         assert plane.parts == [plane.buffer.data_ptr(), other.buffer.data_ptr()]

@@ -69,6 +69,32 @@ class TestParity:
         path = make_checkpoint(architecture, tmp_path, num_key_value_heads=4, **bias)
         check_parity(path, 4)
 
+    @pytest.mark.parametrize(
+        ("architecture", "kv_heads", "size"),
+        [
+            ("gpt_oss", 2, 4),
+            ("qwen2", 1, 2),
+            pytest.param("phi3", 2, 4, marks=pytest.mark.full),
+            pytest.param("glm4_moe", 1, 4, marks=pytest.mark.full),
+            pytest.param("qwen3_moe", 2, 4, marks=pytest.mark.full),
+        ],
+    )
+    def test_more_ranks_than_kv_heads(
+        self, architecture: str, kv_heads: int, size: int, tmp_path: Path
+    ) -> None:
+        path = make_checkpoint(architecture, tmp_path, num_key_value_heads=kv_heads)
+        assert read_model_config(path).split_by_ranks(size).kv_replicas == size // kv_heads
+        check_parity(path, size)
+
+    def test_kv_heads_that_ranks_can_neither_divide_nor_share_are_refused(
+        self, tmp_path: Path
+    ) -> None:
+        path = make_checkpoint(
+            "qwen2", tmp_path, num_attention_heads=12, hidden_size=96, num_key_value_heads=4
+        )
+        with pytest.raises(UsageError, match=r"--tp-size 6 does not divide .* num_kv_heads 4"):
+            read_model_config(path).split_by_ranks(6)
+
 
 class TestWeights:
     @pytest.mark.parametrize("load_format", ["auto", "dummy"])
@@ -127,7 +153,7 @@ class TestWeights:
 
     @pytest.mark.parametrize(
         ("size", "what"),
-        [(4, "num_kv_heads 2"), (3, "num_heads 4"), (8, "num_heads 4")],
+        [(3, "num_heads 4"), (8, "num_heads 4")],
     )
     def test_what_cannot_be_divided_is_refused(
         self, checkpoint: Checkpoint, size: int, what: str

@@ -187,8 +187,8 @@ class TestStart:
 
     def test_sizes_that_do_not_divide_start_nothing(self) -> None:
         before = set(workers_of(os.getpid()))
-        with pytest.raises(UsageError, match=r"--tp-size 4 does not divide .* num_kv_heads 2"):
-            tiny_node("unified", tp_size=4)
+        with pytest.raises(UsageError, match=r"--tp-size 3 does not divide .* num_heads 4"):
+            tiny_node("unified", tp_size=3)
         assert set(workers_of(os.getpid())) <= before
 
 

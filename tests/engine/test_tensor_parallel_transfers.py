@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from checkpoints import is_greedy
+from checkpoints import is_greedy, make_checkpoint
 from cluster import Cluster, TokenClient, random_prompts, start_node, wait_idle
 from tiny import tiny_cluster, tiny_model, tiny_node
 
@@ -100,6 +100,35 @@ def test_two_ranks_and_four(seed: int) -> None:
             servers = nodes["prefill", pair[0]], nodes["decode", pair[1]]
             pending = [client.generate(p, servers, **params) for p in prompts]
             assert [p.result(60) for p in pending] == answers, (pair, seed)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "prefill", "decode"),
+    [
+        (1, 2, 1),
+        *(pytest.param(*c, marks=pytest.mark.full) for c in [(1, 1, 2), (2, 4, 2), (2, 2, 4)]),
+    ],
+)
+def test_ranks_that_share_heads(
+    forked_ranks: None, tmp_path: Path, kv_heads: int, prefill: int, decode: int, seed: int
+) -> None:
+    """Heads that several ranks have travel once, and are written to each of them."""
+    model = make_checkpoint("gpt_oss", tmp_path, num_key_value_heads=kv_heads)
+    prompts = list(random_prompts(seed, [33, 1, 150]))
+    prompts.append(prompts[2][:60] + prompts[1])
+    with contextlib.ExitStack() as stack:
+        pair = (
+            start_node("prefill", model, tp_size=prefill, kv_digest=True, **PREFILL),
+            start_node("decode", model, tp_size=decode, kv_digest=True, page_size=8),
+        )
+        for server in pair:
+            stack.callback(server.stop)
+        client = stack.enter_context(contextlib.closing(TokenClient(list(pair))))
+        pending = [client.generate(p, pair, max_tokens=12) for p in prompts]
+        for prompt, request in zip(prompts, pending, strict=True):
+            assert is_greedy(model, prompt, request.tokens()), seed
+    # A row of 3 layers has K and V of 32 float32 for each head.
+    assert pending[0].transferred_bytes == len(prompts[0]) * 3 * 2 * kv_heads * 32 * 4
 
 
 @pytest.mark.parametrize(

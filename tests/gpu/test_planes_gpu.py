@@ -34,7 +34,7 @@ def make_pool(page_size: int, device: str, ranks: int = 1) -> list[KVPool]:
     generator = torch.Generator(device).manual_seed(SEED + page_size)
     for pool in pools:
         pool.memory.random_(generator=generator)
-    pools[0].set_parts([pool.memory.data_ptr() for pool in pools])
+    pools[0].set_parts([pool.memory.data_ptr() for pool in pools], layout)
     return pools
 
 

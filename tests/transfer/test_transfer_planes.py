@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,15 +77,27 @@ class Node:
         slots = find_token_slots(pages, np.arange(start, stop), self.pool.page_size)
         found = []
         for index, plane in enumerate(self.layout.planes):
-            ranks = self.ranks if plane.ranks == "divided" else self.ranks[:1]
+            ranks = self.ranks[:: self.replicas(plane)]
             parts = [rank.planes[self._place(rank, index)].buffer[:, :, slots] for rank in ranks]
             found.append(torch.cat(parts, dim=3).view(torch.uint8))
         return found
 
-    def copies(self, pages: IntArray) -> list[torch.Tensor]:
-        """Read the plane that every rank has, ``TOKENS`` tokens of each rank."""
-        slots = find_token_slots(pages, np.arange(TOKENS), self.pool.page_size)
-        return [rank.planes[-1].buffer.view(torch.uint8)[:, :, slots] for rank in self.ranks]
+    def replicas(self, plane: Plane) -> int:
+        """How many neighbouring ranks have the same of a plane; all of them if it is rank 0's."""
+        if plane.ranks != "divided":
+            return len(self.ranks)
+        return max(1, len(self.ranks) // plane.num_heads)
+
+    def pairs(self, name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The buffers of neighbouring ranks that have the same of a plane."""
+        (plane,) = (plane for plane in self.layout.planes if plane.name == name)
+        replicas = self.replicas(plane)
+        buffers = [
+            next(each.buffer for each in rank.planes if each.spec.name == name).view(torch.uint8)
+            for rank in self.ranks
+        ]
+        pairs = enumerate(itertools.pairwise(buffers), start=1)
+        return [pair for index, pair in pairs if index % replicas]
 
     def _place(self, rank: KVPool, index: int) -> int:
         name = self.layout.planes[index].name
@@ -128,14 +141,17 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Node,
             pools = [pool]
         else:
             pools = [KVPool(layout.of_rank(rank), num_pages, "cpu") for rank in range(ranks)]
-            pools[0].set_parts([pool.memory.data_ptr() for pool in pools])
+            pools[0].set_parts([pool.memory.data_ptr() for pool in pools], layout)
         for number, pool in enumerate(pools):
             generator = torch.Generator().manual_seed(SEED + number)
             if instance == "P":
                 pool.memory.random_(generator=generator)
-                pool.planes[-1].buffer.copy_(pools[0].planes[-1].buffer)
-        made.append(Node(pools, make_manager(backend, pools[0], instance, path), layout))
-        return made[-1]
+        node = Node(pools, make_manager(backend, pools[0], instance, path), layout)
+        for name in ("model", "head", "rows"):
+            for one, other in node.pairs(name):
+                other.copy_(one)
+        made.append(node)
+        return node
 
     def make(
         backend: str, p_page: int = 4, d_page: int = 16, p_ranks: int = 1, d_ranks: int = 1
@@ -186,9 +202,10 @@ def check_arrived(
         held = cached[plane.group]
         assert torch.equal(found[:, :, held:], sent[:, :, held:]), plane
         assert not found[:, :, :held].any(), plane
-    first, *others = d.copies(into)
-    assert all(torch.equal(first, other) for other in others), "of the plane that all ranks have"
     d_slots = find_token_slots(into, np.arange(TOKENS), d.pool.page_size)
+    for name in ("model", "head", "rows"):
+        for one, other in d.pairs(name):
+            assert torch.equal(one[:, :, d_slots], other[:, :, d_slots]), name
     for rank, memory in zip(d.ranks, before, strict=True):
         for plane in rank.planes:
             plane.buffer[:, :, d_slots] = 0
@@ -215,7 +232,7 @@ def test_each_plane_arrives_from_its_group_s_cached_length_on(
 
 
 @pytest.mark.parametrize("backend", BACKENDS_OF_RANKS)
-@pytest.mark.parametrize(("p_ranks", "d_ranks"), [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize(("p_ranks", "d_ranks"), [(1, 2), (2, 1), (2, 2), (4, 2), (2, 4), (8, 4)])
 def test_planes_of_ranks_are_divided_anew_or_copied_or_those_of_rank_0(
     nodes, backend: str, p_ranks: int, d_ranks: int
 ) -> None:
@@ -232,15 +249,17 @@ def test_planes_of_ranks_are_divided_anew_or_copied_or_those_of_rank_0(
         check_arrived(p, d, pages, into, cached, before)
 
 
-def test_a_flipped_bit_in_any_plane_changes_the_digest(nodes) -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_flipped_bit_in_any_plane_changes_the_digest(nodes, ranks: int) -> None:
+    """With four ranks, two have each of the model's heads."""
     rng = random.Random(SEED)
-    p, d = nodes("tcp", 4, 16, 1, 2)
+    p, d = nodes("tcp", 4, 16, 1, ranks)
     cached = (0, 10, 20)
     _, into = transfer(p, d, rng, cached)
     good = d.pool.compute_digest(into, cached, TOKENS)
     planes = [plane for rank in d.ranks for plane in rank.planes]
-    # The second rank has none of the plane of the first.
-    names = ["model", "latent", "head", "rows", "model", "head", "rows"]
+    # The other ranks have none of the plane of the first.
+    names = ["model", "latent", "head", "rows"] + ["model", "head", "rows"] * (ranks - 1)
     assert [plane.spec.name for plane in planes] == names
     groups = {plane.name: plane.group for plane in d.layout.planes}
     for plane in planes:
