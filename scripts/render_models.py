@@ -33,7 +33,7 @@ differ.
 |---|---|---|---|---|
 """
 TAIL = """
-Weights are float32, bfloat16, float16 or, on a CPU, [fp8](#fp8). Every architecture
+Weights are float32, bfloat16, float16 or [fp8](#fp8). Every architecture
 works with the prefix cache, chunked and mixed prefill, speculation, retraction, `--kv-digest`,
 every transfer backend, unequal page sizes and `--tp-size`.
 
@@ -62,9 +62,9 @@ changes nothing, because it acts only after `max_position_embeddings` tokens.
 
 ## fp8
 
-A node with `--device cpu` serves checkpoints whose weights are in fp8 (`float8_e4m3fn`). GPUs
-refuse them, because pd has no fp8 kernels for GPUs yet. These formats are known by
-`quantization_config` in `config.json`:
+Weights of a checkpoint may be in fp8 (`float8_e4m3fn`). GPUs need tensor cores for fp8 (compute
+capability 8.9 or later), and refuse experts in fp8, because pd has no kernels for them yet. These
+formats are known by `quantization_config` in `config.json`:
 
 | `quant_method` | scales of weights | scales of inputs |
 |---|---|---|
@@ -85,8 +85,8 @@ ignore `k_scale` and `v_scale`, because our KV cache is not in fp8.
 token gets a scale. A checkpoint in fp8 stays as it is. The nodes of a pair need the same setting;
 otherwise the proxy does not pair them, and names the difference.
 
-A CPU computes with the weights in float32, so fp8 saves no memory there. Inputs are still rounded
-to fp8, so the answers are those of the format.
+A GPU keeps the weights in fp8. A CPU computes with the weights in float32, so fp8 saves no memory
+there. Inputs are still rounded to fp8, so the answers are those of the format.
 
 ## Everything else
 

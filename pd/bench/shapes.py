@@ -2,7 +2,8 @@
 
 ``mixtral-8x1b`` is not a published model. It has TinyLlama's shape with Mixtral's experts, so it is
 small enough to measure next to the 8B models. ``gpt-oss-20b`` has experts in MXFP4, and
-``gpt-oss-20b-bf16`` has the same in bfloat16.
+``gpt-oss-20b-bf16`` has the same in bfloat16. ``llama-3.1-8b-fp8`` has weights in fp8 with a scale
+for each row, and ``llama-3.1-8b-fp8-blocks`` with one for each block of 128 by 128.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from pd.embedded import EMBEDDED_MODEL
 _SHAPES = Path(__file__).resolve().parents[1] / "assets" / "shapes"
 SHAPES = (
     "llama-3.1-8b",
+    "llama-3.1-8b-fp8",
+    "llama-3.1-8b-fp8-blocks",
     "llama-3.1-70b",
     "llama-3.2-1b",
     "qwen3-8b",

@@ -25,6 +25,8 @@ LARGEST = 448.0
 _SMALLEST_SCALE = 1e-12 / LARGEST
 # Rows of matrices without groups are padded to a multiple of this, which tensor cores need.
 _ALIGNMENT = 16
+# GPUs with tensor cores for fp8, from Ada on.
+_CAPABILITY = (8, 9)
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ def quantize_rows(x: torch.Tensor, inputs: Fp8Inputs) -> Fp8Rows:
         x: ``[rows, size]``.
     """
     padded = functional.pad(x.float(), (inputs.lead, inputs.width - inputs.lead - inputs.size))
-    groups = padded.view(len(x), inputs.num_groups, -1)
+    groups = padded.view(len(x), inputs.num_groups, inputs.width // inputs.num_groups)
     if inputs.scale is not None:
         scales = inputs.scale.expand(len(x), 1).contiguous()
     else:
@@ -157,7 +159,8 @@ def dequantize_rows(rows: Fp8Rows, inputs: Fp8Inputs) -> torch.Tensor:
 def _scale_groups(values: torch.Tensor, scales: torch.Tensor, inputs: Fp8Inputs) -> torch.Tensor:
     """Multiply fp8 ``[..., width]`` with scales ``[..., num_groups]``. Returns float32 ``[...,
     size]``."""
-    groups = values.float().view(*values.shape[:-1], inputs.num_groups, -1)
+    shape = inputs.num_groups, inputs.width // inputs.num_groups
+    groups = values.float().view(*values.shape[:-1], *shape)
     wide = groups.mul_(scales[..., None]).view(values.shape)
     return wide[..., inputs.lead : inputs.lead + inputs.size]
 
@@ -167,9 +170,30 @@ def round_inputs(x: torch.Tensor, inputs: Fp8Inputs) -> torch.Tensor:
     return dequantize_rows(quantize_rows(x, inputs), inputs)
 
 
+def has_fp8(device: torch.device) -> bool:
+    """Whether products of fp8 run on this device."""
+    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= _CAPABILITY
+
+
+def can_multiply_scaled(x: torch.Tensor, weight: Fp8Weight) -> bool:
+    """Whether :func:`multiply_scaled` supports these: a scale for each row of the weight, and a
+    result in bfloat16."""
+    is_aligned = weight.values.shape[0] % _ALIGNMENT == 0
+    return not weight.inputs.group and weight.rows == 1 and x.dtype == torch.bfloat16 and is_aligned
+
+
+def multiply_scaled(rows: Fp8Rows, weight: Fp8Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    """Multiply with torch's kernel. Returns bfloat16 ``[rows, outputs]``."""
+    by_row = functional.ScalingType.RowWise
+    scales = weight.scales.view(1, -1)
+    return functional.scaled_mm(
+        rows.values, weight.values.t(), rows.scales, by_row, scales, by_row, bias=bias
+    )
+
+
 def multiply_fp8(
     x: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compute :func:`pd.kernels.linear.linear` for a weight in fp8."""
+    """Compute :func:`pd.kernels.linear.linear` for a weight in fp8, in float32."""
     wide = functional.linear(round_inputs(x, weight.inputs), weight.dequantize_weight())
     return (wide if bias is None else wide + bias.float()).to(x.dtype)

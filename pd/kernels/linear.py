@@ -74,7 +74,7 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) ->
         ``[rows, outputs]`` in the dtype of ``x``.
     """
     if isinstance(weight, fp8.Fp8Weight):
-        return fp8.multiply_fp8(x, weight, bias)
+        return _multiply_fp8(x, weight, bias, is_gated=False)
     if isinstance(weight, fp8.WideWeight):
         rounded = fp8.round_inputs(x, weight.inputs)
         return linear(rounded, weight.values, None if bias is None else bias.float()).to(x.dtype)
@@ -99,6 +99,26 @@ def _make_zero_bias(size: int, dtype: torch.dtype, device: torch.device) -> torc
     return torch.zeros(size, dtype=dtype, device=device)
 
 
+def _multiply_fp8(
+    x: torch.Tensor, weight: fp8.Fp8Weight, bias: torch.Tensor | None, is_gated: bool
+) -> torch.Tensor:
+    """Compute :func:`linear` or :func:`gate_up_silu`. With many rows, torch's kernel is faster if a
+    row of the weight has one scale."""
+    is_fused = False
+    if not uses_triton(x):
+        product = fp8.multiply_fp8(x, weight, bias)
+    else:
+        from pd.kernels import fp8_triton
+
+        rows = fp8_triton.quantize_rows(x, weight.inputs)
+        if len(x) > fp8_triton.MAX_CHANNEL_ROWS and fp8.can_multiply_scaled(x, weight):
+            product = fp8.multiply_scaled(rows, weight, bias)
+        else:
+            is_fused = is_gated and len(x) <= fp8_triton.MAX_GATED_ROWS
+            product = fp8_triton.multiply_rows(rows, weight, bias, x.dtype, is_fused)
+    return silu_and_mul(product) if is_gated and not is_fused else product
+
+
 def gate_up_silu(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """:func:`pd.kernels.activation.silu_and_mul` of :func:`linear`.
 
@@ -111,6 +131,8 @@ def gate_up_silu(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = No
     Returns:
         ``[rows, size]``.
     """
+    if isinstance(weight, fp8.Fp8Weight):
+        return _multiply_fp8(x, weight, bias, is_gated=True)
     if isinstance(weight, torch.Tensor) and uses_triton(x):
         from pd.kernels import linear_triton
 

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from pd.core.errors import UnsupportedModelError, UsageError
-from pd.kernels.fp8 import FP8, convert_saturated
+from pd.kernels.fp8 import FP8, convert_saturated, has_fp8
 from pd.kernels.mxfp4 import MX_BLOCK
 from pd.models.causal_lm import EMBEDDING, HEAD
 from pd.models.checkpoint import INDEX, find_checkpoint
@@ -121,13 +121,10 @@ def load_model(
     Raises:
         UsageError: the weights are missing or do not match ``config`` (names the tensor), or
             ``tp.size`` ranks cannot divide them.
-        UnsupportedModelError: the weights are in fp8 and the device is a GPU.
+        UnsupportedModelError: the device cannot compute with weights in fp8.
     """
-    if config.quantization is not None and torch.device(device).type != "cpu":
-        raise UnsupportedModelError(
-            f"{path}: weights in fp8 need --device cpu, not {device}, because pd has no fp8 "
-            "kernels for GPUs"
-        )
+    if config.quantization is not None:
+        _check_fp8(path, config, torch.device(device))
     with torch.device(device):
         previous = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
@@ -173,6 +170,20 @@ def load_model(
     del places
     model.prepare_weights()
     return model.eval()
+
+
+def _check_fp8(path: str | Path, config: ModelConfig, device: torch.device) -> None:
+    """Raise UnsupportedModelError unless the device can compute with weights in fp8."""
+    if device.type != "cpu" and config.num_experts:
+        raise UnsupportedModelError(
+            f"{path}: experts in fp8 need --device cpu, not {device}, because pd has no kernels "
+            "for them on GPUs"
+        )
+    if not has_fp8(device):
+        raise UnsupportedModelError(
+            f"{path}: weights in fp8 need a GPU with tensor cores for fp8 (compute capability 8.9 "
+            f"or later), not {torch.cuda.get_device_name(device)}"
+        )
 
 
 def fill_weights(

@@ -61,7 +61,7 @@ class Matrix(nn.Module):
         self._stack = () if stack is None else (stack,)
         self._dtype = torch.get_default_dtype()
         self._rows = 1
-        self._wide: WideWeight | None = None
+        self._prepared: Fp8Weight | WideWeight | None = None
         self.quantization = quantization
         self.scales: torch.Tensor | None = None
         self.input_scale: torch.Tensor | None = None
@@ -123,21 +123,19 @@ class Matrix(nn.Module):
 
     @property
     def weight(self) -> Weight:
-        """The weight as the kernels take it."""
-        if self._wide is not None:
-            return self._wide
-        return self.values if self.scales is None else self._fp8
-
-    @property
-    def _fp8(self) -> Fp8Weight:
-        assert self.scales is not None
-        return Fp8Weight(self.values, self.scales, self._rows, self._inputs)
+        """The weight as the kernels take it, after :meth:`prepare_weights`."""
+        return self.values if self._prepared is None else self._prepared
 
     def prepare_weights(self) -> None:
         """Lay the weight out for the kernels, once it is loaded."""
-        if self.scales is not None and self.values.device.type == "cpu":
-            wide = self._fp8.dequantize_weight()
-            del self.values, self.scales
-            self._wide = WideWeight(wide if self._stack else pack_weight(wide), self._inputs)
-        elif self.scales is None and not self._stack:
+        if self.scales is not None:
+            weight = Fp8Weight(self.values, self.scales, self._rows, self._inputs)
+            if weight.values.device.type == "cpu":
+                wide = weight.dequantize_weight()
+                del self.values, self.scales, weight
+                wide = wide if self._stack else pack_weight(wide)
+                self._prepared = WideWeight(wide, self._inputs)
+            else:
+                self._prepared = weight
+        elif not self._stack:
             self.values = nn.Parameter(pack_weight(self.values), requires_grad=False)

@@ -284,3 +284,14 @@ def test_the_roofline_of_gpt_oss_has_experts_in_four_bits_and_windows() -> None:
     for name, width in (("gpt-oss-20b", 17 / 32), ("gpt-oss-20b-bf16", 2)):
         seconds = (others + 24 * 4 * expert * width + kv) / 4.33e12
         assert roofline(name).decode_seconds(1, 4096) == pytest.approx(seconds)
+
+
+def test_the_roofline_of_fp8_has_a_head_in_bfloat16() -> None:
+    layers = 32 * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336)
+    head, kv = 2 * 4096 * 128256, 2 * 2 * 1024 * 32
+    for name in ("llama-3.1-8b-fp8", "llama-3.1-8b-fp8-blocks"):
+        model = roofline(name)
+        assert model.decode_seconds(1, 1) == pytest.approx((layers + head + kv) / 4.33e12)
+        products = 2 * layers * 8192 / 1.49e15
+        pairs = 8192 * 8193 / 2 * 4 * 32 * 4096
+        assert model.prefill_seconds(8192) == pytest.approx(products + (pairs + head) / 800e12)

@@ -1,5 +1,5 @@
-"""Kernels of drafts and of experts in MXFP4 compile for a GPU that is not here: the interpreter
-accepts more than the compiler does."""
+"""Kernels of drafts, of experts in MXFP4 and of fp8 compile for a GPU that is not here: the
+interpreter accepts more than the compiler does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pd.kernels import acceptance_triton, moe_triton, penalties_triton
+from pd.kernels import acceptance_triton, fp8_triton, moe_triton, penalties_triton
 from pd.kernels.attention import triton_kernel
 
 def compiled(kernel, pointers, numbers, constants):
@@ -72,6 +72,20 @@ for gated, dtype in itertools.product((True, False), ("bf16", "fp16", "fp32")):
     tile = dict(zip(("ROWS", "COLUMNS", "DEPTH"), tile))
     constants = shape | tile | {"GATED": gated, "UNPACK": dtype == "fp32"}
     compiled(moe_triton._multiply_blocks, experts | halves, numbers, constants)
+rows = {"x": "*bf16", "values": "*fp8e4nv", "scales": "*fp32"}
+numbers = dict.fromkeys("x_stride size width num_groups lead".split(), "i32")
+for span, rounds in ((128, True), (4096, False)):
+    shape = {"GROUPS": 1024 // span or 1, "SPAN": span, "ROUNDS": rounds, "PDL": True}
+    compiled(fp8_triton._quantize_rows, rows, numbers, shape | {"input_scale": None})
+given = {"x": "*fp8e4nv", "weight": "*fp8e4nv", "x_scales": "*fp32", "w_scales": "*fp32"}
+given |= {"out": "*bf16", "bias": "*bf16"}
+numbers = dict.fromkeys("num_rows outputs width num_groups".split(), "i32")
+for count, gated, group in itertools.product((1, 64, 128), (True, False), (0, 128)):
+    tile = fp8_triton._choose_tile(count, 4096, gated, group)
+    shape = {"ROWS": tile.rows, "OUTPUTS": tile.outputs, "DEPTH": tile.depth, "SHARED": 64}
+    shape |= {"GROUPED": group > 0, "GATED": gated, "EVEN": group > 0, "NEIGHBOURS": 16}
+    shape |= {"STAGES": tile.num_stages, "PDL": True}
+    compiled(fp8_triton._multiply_rows, given, numbers, shape)
 """
 
 
@@ -83,3 +97,4 @@ def test_kernels_of_drafts_compile() -> None:
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert ran.stdout.split().count("paged_attention") == 9
     assert ran.stdout.split().count("_multiply_blocks") == 6
+    assert ran.stdout.split().count("_multiply_rows") == 12

@@ -225,8 +225,8 @@ class TestRefusals:
         with pytest.raises(UnsupportedModelError, match=message):
             parse_model_config(raw | {"quantization_config": settings}, {})
 
-    def test_fp8_on_a_gpu(self, fp8_checkpoint: Fp8Checkpoint) -> None:
-        path, _ = fp8_checkpoint("llama3", "block")
+    def test_experts_on_a_gpu(self, fp8_checkpoint: Fp8Checkpoint) -> None:
+        path, _ = fp8_checkpoint("qwen3_moe", "block")
         with pytest.raises(UnsupportedModelError, match="fp8 need --device cpu, not cuda:0"):
             load_model(path, read_model_config(path), dtype=torch.float32, device="cuda:0")
 

@@ -1,0 +1,283 @@
+"""The kernels for :mod:`pd.kernels.fp8`: conversion to fp8, and products of fp8 on tensor cores.
+
+We do not split the inputs over programs, so a row's result does not depend on the other rows,
+except on how many there are.
+"""
+
+# Triton's language has no types, so kernels have none either.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from pd.kernels.activation_triton import apply_gate
+from pd.kernels.fp8 import FP8, Fp8Rows
+from pd.kernels.triton_launch import launch_kernel, start_next, wait_for_previous
+
+if TYPE_CHECKING:
+    from pd.kernels.fp8 import Fp8Inputs, Fp8Weight
+
+# With more rows, torch's product with scales per row and channel is faster.
+MAX_CHANNEL_ROWS = 64
+# With more rows, a tile of gate and up leaves too few registers for another.
+MAX_GATED_ROWS = 64
+# Row tiles that share a column's weights before the next column.
+_NEIGHBOURS = 16
+# Groups of inputs that a program converts.
+_GROUPS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Tile:
+    """Rows of the input, rows of the weight (when gated, of gate and of up) and inputs that a
+    program multiplies at a time, and its launch."""
+
+    rows: int
+    outputs: int
+    depth: int
+    num_warps: int
+    num_stages: int
+
+
+def _choose_tile(rows: int, outputs: int, is_gated: bool, group: int) -> Fp8Tile:
+    """Choose a tile. With few rows the product is a stream of weights."""
+    if rows <= 16:
+        is_narrow = is_gated or outputs <= 4096
+        if group:
+            return Fp8Tile(16, 32 if is_narrow else 64, group, 4, 6 if is_gated else 9)
+        return Fp8Tile(16, 32, 512, 4, 4) if is_narrow else Fp8Tile(16, 64, 256, 4, 6)
+    depth = group or 128
+    if rows <= 64:
+        return Fp8Tile(64, 32 if outputs <= 8192 else 64, depth, 4, 5)
+    return Fp8Tile(64 if rows <= 128 else 128, 128, depth, 4 if rows <= 128 else 8, 3)
+
+
+@triton.jit
+def saturate(x):
+    """Convert float32 to fp8. NaN stays NaN."""
+    x = tl.where(x > 448.0, 448.0, x)
+    return tl.where(x < -448.0, -448.0, x).to(tl.float8e4nv)
+
+
+@triton.jit
+def compute_scales(largest, ROUNDS: tl.constexpr):
+    """:func:`pd.kernels.fp8.compute_scales`."""
+    most = tl.full(largest.shape, 448.0, tl.float32)
+    scales = tl.maximum(tl.div_rn(largest, most), 1e-12 / 448.0)
+    if ROUNDS:
+        bits = (scales.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+        scales = bits.to(tl.float32, bitcast=True)
+    return scales
+
+
+@triton.jit
+def _quantize_rows(
+    x,
+    input_scale,
+    values,
+    scales,
+    x_stride,
+    size,
+    width,
+    num_groups,
+    lead,
+    GROUPS: tl.constexpr,
+    SPAN: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """GROUPS groups of one row per program. SPAN is the size of a group, or more than the width of
+    the row if it is a single group."""
+    start_next(PDL)
+    wait_for_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    places = groups[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
+    has_input = (places >= lead) & (places < lead + size)
+    wide = tl.load(x + row * x_stride + places - lead, mask=has_input, other=0.0).to(tl.float32)
+    if input_scale is None:
+        scale = compute_scales(tl.max(tl.abs(wide), 1), ROUNDS)
+    else:
+        scale = tl.zeros([GROUPS], tl.float32) + tl.load(input_scale)
+    divided = tl.div_rn(wide, tl.broadcast_to(scale[:, None], wide.shape))
+    tl.store(values + row * width + places, saturate(divided), mask=places < width)
+    tl.store(scales + row * num_groups + groups, scale, mask=groups < num_groups)
+
+
+@triton.jit
+def _load_tile(at, has_row, depth, left, EVEN: tl.constexpr):
+    """Load a tile of fp8. Its last inputs may not exist, unless EVEN."""
+    if EVEN:
+        return tl.load(at, mask=has_row, other=0.0)
+    else:
+        return tl.load(at, mask=has_row & (depth < left), other=0.0)
+
+
+@triton.jit(do_not_specialize=("num_rows",))
+def _multiply_rows(
+    x,
+    x_scales,
+    weight,
+    w_scales,
+    bias,
+    out,
+    num_rows,
+    outputs,
+    width,
+    num_groups,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SHARED: tl.constexpr,
+    GROUPED: tl.constexpr,
+    GATED: tl.constexpr,
+    EVEN: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """ROWS rows times OUTPUTS rows of the weight. SHARED of these have the same scales.
+
+    GROUPED: DEPTH inputs share a scale, so we scale each product of them before we add it.
+    Otherwise, we scale sums. GATED: the second half of the weight's rows are up.
+    """
+    start_next(PDL)
+    across, down = tl.cdiv(outputs, OUTPUTS), tl.cdiv(num_rows, ROWS)
+    above = tl.program_id(0) // (NEIGHBOURS * across) * NEIGHBOURS
+    height = tl.minimum(down - above, NEIGHBOURS)
+    within = tl.program_id(0) % (NEIGHBOURS * across)
+    rows = (above + within % height) * ROWS + tl.arange(0, ROWS)
+    mine = within // height * OUTPUTS + tl.arange(0, OUTPUTS)
+    w_rows = tl.minimum(mine, outputs - 1)
+    has_row = (rows < num_rows)[:, None]
+    depth = tl.arange(0, DEPTH)[None, :]
+    weight += w_rows[:, None].to(tl.int64) * width + depth
+    scale_at = w_scales + w_rows // SHARED * num_groups
+    if GATED:
+        up_shift = outputs.to(tl.int64) * width
+        up_scale_at = w_scales + (outputs + w_rows) // SHARED * num_groups
+    has_output = (mine < outputs)[:, None]
+    wait_for_previous(PDL)
+    x += rows[:, None].to(tl.int64) * width + depth
+    x_scale_at = x_scales + rows.to(tl.int64) * num_groups
+    sums = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    ups = sums
+    for step in tl.range(0, tl.cdiv(width, DEPTH), num_stages=STAGES):
+        start = step * DEPTH
+        tile = _load_tile(x + start, has_row, depth, width - start, EVEN)
+        w = _load_tile(weight + start, has_output, depth, width - start, EVEN)
+        if GATED:
+            u = _load_tile(weight + up_shift + start, has_output, depth, width - start, EVEN)
+        if GROUPED:
+            x_scale = tl.load(x_scale_at + step, mask=rows < num_rows, other=0.0)[:, None]
+            scale = tl.load(scale_at + step)[None, :]
+            sums += tl.dot(tile, tl.trans(w)) * (x_scale * scale)
+            if GATED:
+                scale = tl.load(up_scale_at + step)[None, :]
+                ups += tl.dot(tile, tl.trans(u)) * (x_scale * scale)
+        else:
+            sums = tl.dot(tile, tl.trans(w), sums)
+            if GATED:
+                ups = tl.dot(tile, tl.trans(u), ups)
+    if not GROUPED:
+        x_scale = tl.load(x_scale_at, mask=rows < num_rows, other=0.0)[:, None]
+        sums *= x_scale * tl.load(scale_at)[None, :]
+        if GATED:
+            ups *= x_scale * tl.load(up_scale_at)[None, :]
+    if bias is not None:
+        sums += tl.load(bias + w_rows).to(tl.float32)[None, :]
+        if GATED:
+            ups += tl.load(bias + outputs + w_rows).to(tl.float32)[None, :]
+    dtype: tl.constexpr = out.dtype.element_ty
+    there = out + rows[:, None].to(tl.int64) * outputs + mine[None, :]
+    exists = has_row & (mine < outputs)[None, :]
+    if GATED:
+        tl.store(there, apply_gate(sums, ups, dtype), mask=exists)
+    else:
+        tl.store(there, sums.to(dtype), mask=exists)
+
+
+def quantize_rows(x: torch.Tensor, inputs: Fp8Inputs) -> Fp8Rows:
+    """:func:`pd.kernels.fp8.quantize_rows`."""
+    rows, groups = len(x), inputs.num_groups
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    values = torch.empty((rows, inputs.width), dtype=FP8, device=x.device)
+    scales = torch.empty((rows, groups), dtype=torch.float32, device=x.device)
+    if rows == 0:
+        return Fp8Rows(values, scales)
+    span = inputs.group or triton.next_power_of_2(inputs.width)
+    count = _GROUPS if inputs.group else 1
+    launch_kernel(
+        _quantize_rows,
+        (rows, triton.cdiv(groups, count)),
+        x.device,
+        x,
+        inputs.scale,
+        values,
+        scales,
+        x.stride(0),
+        inputs.size,
+        inputs.width,
+        groups,
+        inputs.lead,
+        GROUPS=count,
+        SPAN=span,
+        ROUNDS=inputs.rounds_scales,
+        num_warps=max(1, min(16, count * span // 512)),
+    )
+    return Fp8Rows(values, scales)
+
+
+def multiply_rows(
+    rows: Fp8Rows,
+    weight: Fp8Weight,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    is_gated: bool = False,
+    tile: Fp8Tile | None = None,
+) -> torch.Tensor:
+    """Compute :func:`pd.kernels.linear.linear` of inputs in fp8, or ``gate_up_silu``.
+
+    Returns:
+        ``[rows, outputs]`` in ``dtype``.
+    """
+    values, (count, width) = weight.values, rows.values.shape
+    outputs = len(values) // 2 if is_gated else len(values)
+    out = torch.empty((count, outputs), dtype=dtype, device=values.device)
+    if count == 0:
+        return out
+    group = weight.inputs.group
+    tile = tile or _choose_tile(count, outputs, is_gated, group)
+    launch_kernel(
+        _multiply_rows,
+        (triton.cdiv(count, tile.rows) * triton.cdiv(outputs, tile.outputs),),
+        values.device,
+        rows.values,
+        rows.scales,
+        values,
+        weight.scales,
+        bias,
+        out,
+        count,
+        outputs,
+        width,
+        weight.inputs.num_groups,
+        ROWS=tile.rows,
+        OUTPUTS=tile.outputs,
+        DEPTH=tile.depth,
+        SHARED=weight.rows,
+        GROUPED=group > 0,
+        GATED=is_gated,
+        EVEN=width % tile.depth == 0,
+        NEIGHBOURS=_NEIGHBOURS,
+        STAGES=tile.num_stages,
+        num_warps=tile.num_warps,
+    )
+    return out
