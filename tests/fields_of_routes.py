@@ -29,11 +29,15 @@ def make_once(patch: MonkeyPatch | None = None) -> None:
 def make_now() -> None:
     """Make the fields of all routes of a proxy, for processes that will be forked from this one."""
     from pd.proxy.api.admin_api import AdminAPI
+    from pd.proxy.api.batches_api import BatchesAPI
     from pd.proxy.api.compat_api import CompatAPI
+    from pd.proxy.api.files_api import FilesAPI
     from pd.proxy.api.responses_api import ResponsesAPI
     from pd.proxy.app import make_app
 
     make_once()
+    # Only the annotations of their handlers are read.
     admin, compat = object.__new__(AdminAPI), object.__new__(CompatAPI)
-    responses = object.__new__(ResponsesAPI)
-    make_app(Mock(), Mock(), admin, compat, responses, Mock(), Mock())
+    responses, files = object.__new__(ResponsesAPI), object.__new__(FilesAPI)
+    batches = object.__new__(BatchesAPI)
+    make_app(Mock(), Mock(), admin, compat, responses, files, batches, Mock(), Mock())

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from damaged_values import damage
 from fake_node import EOS
 from proxy_cluster import Cluster
 from tool_models import QWEN, tokenizer, write_model
@@ -67,20 +68,6 @@ FIELDS: dict[str, list[Any]] = {
     "truncation": ["disabled"] * 5 + ["auto"],
     "background": [False] * 5 + [True],
 }
-ODD: list[Any] = [None, True, -1, 1e300, "", "\ud800", [], {}, [[]], [None], {"": []}, "x" * 3000]
-
-
-def damage(rng: random.Random, value: Any) -> Any:
-    """Replace a random part of the value."""
-    if rng.random() < 0.3 or not value or not isinstance(value, list | dict):
-        return rng.choice(ODD)
-    value = json.loads(json.dumps(value))
-    key = rng.choice(list(value) if isinstance(value, dict) else range(len(value)))
-    if rng.random() < 0.2:
-        del value[key]
-    else:
-        value[key] = damage(rng, value[key])
-    return value
 
 
 def make_body(rng: random.Random) -> Any:

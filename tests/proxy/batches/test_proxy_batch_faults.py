@@ -133,10 +133,11 @@ def test_a_draining_proxy_writes_answers_under_way_and_sends_no_others(
     assert set(host.count_sent().values()) == {1}
 
 
+@pytest.mark.parametrize("workers", ["2", pytest.param("4", marks=pytest.mark.full)])
 def test_processes_share_batches_and_take_over_those_of_a_killed_one(
-    start_host: Callable[..., Host],
+    start_host: Callable[..., Host], workers: str
 ) -> None:
-    host = start_host("--workers", "4", "--batch-concurrency", "3")
+    host = start_host("--workers", workers, "--batch-concurrency", "3")
     host.node.auto = True
     for _ in range(4):
         # Each client has connections of its own, so different processes answer.
