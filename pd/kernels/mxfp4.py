@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 import torch
 
-# Inputs that share a scale.
-MX_BLOCK = 32
 # The largest scale is NaN.
 _SCALE_BIAS = 127
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

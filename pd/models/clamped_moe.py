@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from pd.core.errors import UsageError
 from pd.kernels.activation import ClampedGate
 from pd.kernels.moe import moe_mlp, route_tokens
-from pd.kernels.mxfp4 import MX_BLOCK, Mxfp4Weight
+from pd.kernels.mxfp4 import Mxfp4Weight
+from pd.models.config import MX_BLOCK
 from pd.models.layers import MLP, Linear, NamedPlaces, add_prefix
 from pd.models.matrix import make_parameter
 from pd.models.scales import MXFP4_SCALES
@@ -28,11 +28,8 @@ class ExpertStack(nn.Module):
     products of MXFP4, so we dequantize it after loading.
 
     Args:
-        outputs, inputs: sizes of this rank's part.
+        outputs, inputs: sizes of this rank's part; with MXFP4 the inputs are whole blocks.
         split: the dimension of ``[experts, outputs, inputs]`` that the ranks divide.
-
-    Raises:
-        UsageError: the inputs of this rank are no whole blocks of MXFP4.
     """
 
     def __init__(
@@ -45,12 +42,7 @@ class ExpertStack(nn.Module):
         if not is_mxfp4:
             self.values = make_parameter(count, outputs, inputs)
             return
-        groups, rest = divmod(inputs, MX_BLOCK)
-        if rest:
-            raise UsageError(
-                f"{name} in mxfp4: a rank's {inputs} inputs are no multiple of {MX_BLOCK}; use "
-                "another --tp-size"
-            )
+        groups = inputs // MX_BLOCK
         self.blocks = make_parameter(count, outputs, groups, MX_BLOCK // 2, dtype=torch.uint8)
         self.scales = make_parameter(count, outputs, groups, dtype=torch.uint8)
         self._mxfp4 = Mxfp4Weight(self.blocks, self.scales)

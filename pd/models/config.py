@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 # Rows and columns of a block of weights that share a scale, and the inputs that do.
 BLOCK = 128
+# Inputs that share a scale in MXFP4.
+MX_BLOCK = 32
 
 
 @dataclass(frozen=True)
@@ -287,6 +289,10 @@ class ModelConfig:
             raise UnsupportedModelError(
                 f"num_experts_per_tok {self.num_experts_per_tok} of {self.num_experts} experts"
             )
+        if self.mxfp4_experts and self.hidden_size % MX_BLOCK:
+            raise UnsupportedModelError(
+                f"hidden_size {self.hidden_size} with mxfp4 is no multiple of {MX_BLOCK}"
+            )
         if self.router is not None:
             self._check_groups(self.router)
 
@@ -314,7 +320,7 @@ class ModelConfig:
         there are fewer KV heads than ranks, several ranks have the same one.
 
         Raises:
-            UsageError: ``tp_size`` does not divide one of these numbers.
+            UsageError: ``tp_size`` does not divide one of these numbers, or blocks of MXFP4.
         """
         names = ["num_heads", "num_kv_heads", "intermediate_size", "dense_size", "vocab_size"]
         heads, replicas = self.num_kv_heads, 1
@@ -327,6 +333,12 @@ class ModelConfig:
         for name, value in sizes.items():
             if value % tp_size:
                 raise UsageError(f"--tp-size {tp_size} does not divide the model's {name} {value}")
+        width = self.intermediate_size // tp_size
+        if self.mxfp4_experts and width % MX_BLOCK:
+            raise UsageError(
+                f"--tp-size {tp_size} leaves experts in mxfp4 a width of {width}, which is no "
+                f"multiple of {MX_BLOCK}"
+            )
         del sizes["vocab_size"]
         parts = {name: value // tp_size for name, value in sizes.items()}
         return dataclasses.replace(

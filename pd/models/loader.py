@@ -18,9 +18,9 @@ from tqdm import tqdm
 
 from pd.core.errors import UnsupportedModelError, UsageError
 from pd.kernels.fp8 import FP8, convert_saturated, has_fp8
-from pd.kernels.mxfp4 import MX_BLOCK
 from pd.models.causal_lm import EMBEDDING, HEAD
 from pd.models.checkpoint import INDEX, find_checkpoint
+from pd.models.config import MX_BLOCK
 from pd.models.registry import find_architecture
 from pd.models.scales import (
     MXFP4_SCALES,

@@ -9,13 +9,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import VOCAB_SIZE, make_checkpoint, reference_generate, reference_logits
+from checkpoints import (
+    VOCAB_SIZE,
+    is_greedy,
+    make_checkpoint,
+    reference_generate,
+    reference_logits,
+)
+from cluster import Cluster, random_prompts
 from greedy_engine import generate
 from safetensors.torch import load_file, save_file
 from threaded_ranks import Rank, Threads, make_runner
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from pd.core.errors import UnsupportedModelError, UsageError
+from pd.core.errors import PDError, UnsupportedModelError, UsageError
 from pd.models.config_reader import parse_model_config, read_model_config
 from pd.models.loader import load_model
 from pd.models.tensor_parallel import SINGLE
@@ -80,6 +87,17 @@ def test_ranks_equal_transformers(both: tuple[Path, Path], size: int) -> None:
             torch.testing.assert_close(torch.stack(sequence.logits), logits, atol=2e-4, rtol=0)
 
 
+def test_nodes_serve_it_alone_and_split(both: tuple[Path, Path], seed: int) -> None:
+    path, plain = both
+    prompts = list(random_prompts(seed, [5, 70]))
+    settings: dict[str, Any] = {"prefill_settings": {"page_size": 4}}
+    with Cluster(path, unified=1, chunked_prefill_size=16, **settings) as cluster:
+        for where in (cluster.pair, cluster.unified):
+            sent = [cluster.client.generate(p, where, max_tokens=20) for p in prompts]
+            for prompt, request in zip(prompts, sent, strict=True):
+                assert is_greedy(plain, prompt, request.tokens(60)), seed
+
+
 def test_bfloat16_holds_the_same_weights(both: tuple[Path, Path]) -> None:
     one, other = (
         load_model(path, read_model_config(path), dtype=torch.bfloat16, device="cpu")
@@ -139,12 +157,21 @@ class TestErrors:
         with pytest.raises(UsageError, match=message):
             make_runner(path, SINGLE)
 
-    def test_ranks_have_whole_blocks(self, tmp_path: Path) -> None:
-        config = make_checkpoint("gpt_oss", tmp_path) / "config.json"
+    @pytest.mark.parametrize(
+        ("size", "settings", "message"),
+        [
+            (2, {}, "--tp-size 2 leaves experts in mxfp4 a width of 48, which is no multiple of"),
+            (1, {"intermediate_size": 80}, "--tp-size 1 leaves experts in mxfp4 a width of 80"),
+            (1, {"hidden_size": 80}, "hidden_size 80 with mxfp4 is no multiple of 32"),
+        ],
+    )
+    def test_ranks_have_whole_blocks(
+        self, tmp_path: Path, size: int, settings: dict[str, Any], message: str
+    ) -> None:
+        config = make_checkpoint("gpt_oss", tmp_path, **settings) / "config.json"
         raw = json.loads(config.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
-        config.write_text(json.dumps(raw))
-        with pytest.raises(UsageError, match="a rank's 48 inputs are no multiple of 32"):
-            make_runner(tmp_path, Rank(Threads(2), 0), load_format="dummy")
+        with pytest.raises(PDError, match=message):
+            parse_model_config(raw).split_by_ranks(size)
 
     def test_other_architectures_refuse_it(self, both: tuple[Path, Path]) -> None:
         raw = json.loads((both[0] / "config.json").read_text())
