@@ -290,7 +290,9 @@ class Proxy:
             config.cors_origins,
         )
         sender = BatchSender(self._app, self._router, self._dispatcher.admission)
-        self._batches = BatchRunner(database, batches, files, sender, config.batch_concurrency)
+        self._batches = BatchRunner(
+            database, batches, files, sender, access, config.batch_concurrency
+        )
 
     def _wake_batches(self) -> None:
         self._batches.wake()

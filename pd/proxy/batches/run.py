@@ -226,12 +226,12 @@ class RunningBatch:
         """
         self.batch, self.room = batch, max(0, limit - used) + batch.size
         if batch.status == "cancelling":
-            self._end("cancelled")
+            self.end("cancelled")
         elif time.time() >= batch.expires and batch.status != "finalizing":
-            self._end("expired")
+            self.end("expired")
 
-    def _end(self, outcome: Outcome, *problems: BatchProblem) -> None:
-        """Send nothing more, and abort requests under way."""
+    def end(self, outcome: Outcome, *problems: BatchProblem) -> None:
+        """Send nothing more, and abort requests under way. The first call decides the outcome."""
         if not self._ended.is_set():
             self._outcome, self._problems = outcome, problems
             self._ended.set()
@@ -247,7 +247,7 @@ class RunningBatch:
                 if self.batch.status == "in_progress":
                     await self._answer_requests()
             except UsageError as error:  # somebody else changed the files on the disk
-                self._end("failed", BatchProblem("invalid_file", error.message))
+                self.end("failed", BatchProblem("invalid_file", error.message))
             if self._stopping.is_set() and not self._ended.is_set():
                 return
             if self.batch.status == "in_progress":
@@ -272,7 +272,7 @@ class RunningBatch:
         self.batch = await self._store.change_batch(self.batch.name, change)
 
     async def _answer_requests(self) -> None:
-        """Answer the requests without a result, until the end, a failure or :meth:`_end`."""
+        """Answer the requests without a result, until the end, a failure or :meth:`end`."""
         tasks = [asyncio.create_task(self._answer_some()) for _ in range(self._limits.concurrency)]
         ending = asyncio.create_task(self._ended.wait())
         try:
@@ -317,7 +317,7 @@ class RunningBatch:
                 return
             result.response, result.error = attempt.response, attempt.error
         if not await self._files.call(self._files.add_result, result, self.room):
-            self._end("failed", _FULL)
+            self.end("failed", _FULL)
 
 
 def check_input(path: Path, endpoint: str) -> tuple[int, tuple[BatchProblem, ...]]:

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING
 
 from pd.core.errors import PDError
 from pd.proxy.batches.run import BatchLimits, RunningBatch, check_input
+from pd.proxy.storage.batches import BatchProblem
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
     from pd.proxy.batches.sender import BatchSender
+    from pd.proxy.http.access import Access
     from pd.proxy.storage.batches import BatchStore, OpenBatch, StoredBatch
     from pd.proxy.storage.database import Database
     from pd.proxy.storage.files import FileStore
@@ -33,6 +35,7 @@ RETRY_SECONDS = 30.0
 # `--batch-concurrency` evenly.
 MAX_KEY_RUNNING, MAX_RUNNING = 2, 32
 _LOCK = "batches.lock"
+_REVOKED = BatchProblem("invalid_api_key", "the proxy does not accept the batch's key any more")
 
 
 class BatchRunner:
@@ -42,6 +45,7 @@ class BatchRunner:
     and nothing depends on clocks.
 
     Args:
+        access: tells which keys exist. A restarted proxy may have fewer.
         concurrency: most requests under way, of all batches together.
     """
 
@@ -51,12 +55,14 @@ class BatchRunner:
         store: BatchStore,
         files: FileStore,
         sender: BatchSender,
+        access: Access,
         concurrency: int,
     ) -> None:
         self._database = database
         self._store = store
         self._files = files
         self._sender = sender
+        self._access = access
         self._limits = BatchLimits(concurrency)
         self._lock: int | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
@@ -154,6 +160,8 @@ class BatchRunner:
                 owner, batch, self._store, self._files, self._sender, self._limits, self._stopping
             )
             run.note_stored(batch, used, self._store.limit)
+            if not self._access.has_owner(owner):
+                run.end("failed", _REVOKED)
             self._runs[batch.name] = run
             self._start_task(batch.name, run.run())
 

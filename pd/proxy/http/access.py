@@ -188,6 +188,12 @@ class Access:
             check_json(scope)
         return caller or Caller()
 
+    def has_owner(self, owner: str) -> bool:
+        """Tell whether clients with this :attr:`Caller.owner` may generate."""
+        if not owner:
+            return not self._key_required
+        return any(caller.owner == owner for _, caller in self._callers)
+
     def check_admin(self, scope: Scope) -> Caller:
         """Return the client of an administrative request.
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import openai
 import pytest
+from fake_node import wait_until
 from proxy_batches import (
     CHAT,
     COMPLETIONS,
@@ -24,8 +25,12 @@ from proxy_batches import (
 )
 from proxy_cluster import Cluster
 
+from pd.batch.output import BatchOutput
+from pd.core.errors import SetupError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from fake_node import FakeNode
 
@@ -267,3 +272,72 @@ def test_requests_without_a_result_expire(held: Served, monkeypatch: pytest.Monk
     errors = read_results(client, batch.error_file_id)
     assert len(errors) == 27
     assert {line["error"]["code"] for line in errors.values()} == {"batch_expired"}
+
+
+def test_batches_of_two_keys_take_turns(cluster: Cluster) -> None:
+    node = cluster.node("unified", echo, auto=False)
+    proxy = cluster.proxy(api_key=KEY, admin_api_key=OTHER_KEY, batch_concurrency=4)
+    with (
+        openai.OpenAI(base_url=f"{proxy.url}/v1", api_key=KEY) as client,
+        openai.OpenAI(base_url=f"{proxy.url}/v1", api_key=OTHER_KEY) as other,
+    ):
+        large = start(client, make_lines(40))
+        node.wait_generate(4)
+        small = start(other, make_lines(4))
+        wait_until(lambda: other.batches.retrieve(small.id).status == "in_progress")
+        reply_to(node, 0, 20)
+        assert wait_ended(other, small).status == "completed"
+        assert client.batches.retrieve(large.id).status == "in_progress"
+        node.auto = True
+        reply_to(node, 20, 24)
+        assert wait_ended(client, large).status == "completed"
+        assert len(node.generates) == 44
+
+
+@pytest.mark.one_process("breaks the disk of this process")
+def test_a_batch_goes_on_after_the_disk_failed(
+    held: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, node = held
+    add_line, failures = BatchOutput.append_line, iter([False, False, True])
+
+    def fail_once(output: BatchOutput, line: bytes) -> None:
+        if next(failures, False):
+            raise SetupError("cannot write the file: no space left")
+        add_line(output, line)
+
+    monkeypatch.setattr(BatchOutput, "append_line", fail_once)
+    monkeypatch.setattr("pd.proxy.batches.runner.RETRY_SECONDS", 0.1)
+    node.auto = True
+    batch = wait_ended(client, start(client, make_lines(20)))
+    assert batch.status == "completed" and len(read_results(client, batch.output_file_id)) == 20
+
+
+def test_batches_of_a_removed_key_are_not_continued(cluster: Cluster, tmp_path: Path) -> None:
+    node = cluster.node("unified", echo, auto=False)
+
+    @contextmanager
+    def serve(key: str) -> Iterator[openai.OpenAI]:
+        with ExitStack() as stack:
+            proxy = Cluster(stack, cluster.model_dir).proxy(
+                unified=[node.url], api_key=key, storage_dir=str(tmp_path), batch_concurrency=2
+            )
+            client = openai.OpenAI(base_url=f"{proxy.url}/v1", api_key=key)
+            yield stack.enter_context(client)
+
+    with serve(KEY) as client:
+        batch = start(client, make_lines(9))
+        reply_to(node, 0, 3)
+        wait_completed(client, batch, 3)
+        node.wait_generate(5)
+    node.auto = True
+    with serve(OTHER_KEY) as client:
+        # Its own batch is younger.
+        assert wait_ended(client, start(client, make_lines(1))).status == "completed"
+        assert len(node.generates) == 6
+    with serve(KEY) as client:
+        batch = client.batches.retrieve(batch.id)
+        assert batch.status == "failed" and batch.errors is not None and batch.errors.data
+        assert [error.code for error in batch.errors.data] == ["invalid_api_key"]
+        assert len(read_results(client, batch.output_file_id)) == 3
+    assert len(node.generates) == 6
