@@ -63,8 +63,8 @@ changes nothing, because it acts only after `max_position_embeddings` tokens.
 ## fp8
 
 Weights of a checkpoint may be in fp8 (`float8_e4m3fn`). GPUs need tensor cores for fp8 (compute
-capability 8.9 or later), and refuse experts in fp8, because pd has no kernels for them yet. These
-formats are known by `quantization_config` in `config.json`:
+capability 8.9 or later); older ones refuse such weights. These formats are known by
+`quantization_config` in `config.json`:
 
 | `quant_method` | scales of weights | scales of inputs |
 |---|---|---|

@@ -119,6 +119,61 @@ def _load_tile(at, has_row, depth, left, EVEN: tl.constexpr):
         return tl.load(at, mask=has_row & (depth < left), other=0.0)
 
 
+@triton.jit
+def sum_products(
+    x_at,
+    x_scale_at,
+    has_row,
+    weight_at,
+    scale_at,
+    up_shift,
+    up_scale_shift,
+    has_output,
+    width,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUPED: tl.constexpr,
+    GATED: tl.constexpr,
+    EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Rows of fp8 times rows of a matrix, and, if GATED, times others, which begin ``up_shift``
+    numbers further. Returns float32.
+
+    GROUPED: DEPTH inputs share a scale, so we scale each product of them before we add it.
+    Otherwise, we scale sums. EVEN: whether ``width`` is a multiple of DEPTH.
+    """
+    depth = tl.arange(0, DEPTH)[None, :]
+    x_at, weight_at = x_at[:, None] + depth, weight_at[:, None] + depth
+    x_mask, w_mask = has_row[:, None], has_output[:, None]
+    sums = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    ups = sums
+    for step in tl.range(0, tl.cdiv(width, DEPTH), num_stages=STAGES):
+        start = step * DEPTH
+        tile = _load_tile(x_at + start, x_mask, depth, width - start, EVEN)
+        w = _load_tile(weight_at + start, w_mask, depth, width - start, EVEN)
+        if GATED:
+            u = _load_tile(weight_at + up_shift + start, w_mask, depth, width - start, EVEN)
+        if GROUPED:
+            x_scale = tl.load(x_scale_at + step, mask=has_row, other=0.0)[:, None]
+            scale = tl.load(scale_at + step)[None, :]
+            sums += tl.dot(tile, tl.trans(w)) * (x_scale * scale)
+            if GATED:
+                scale = tl.load(scale_at + up_scale_shift + step)[None, :]
+                ups += tl.dot(tile, tl.trans(u)) * (x_scale * scale)
+        else:
+            sums = tl.dot(tile, tl.trans(w), sums)
+            if GATED:
+                ups = tl.dot(tile, tl.trans(u), ups)
+    if not GROUPED:
+        x_scale = tl.load(x_scale_at, mask=has_row, other=0.0)[:, None]
+        sums *= x_scale * tl.load(scale_at)[None, :]
+        if GATED:
+            ups *= x_scale * tl.load(scale_at + up_scale_shift)[None, :]
+    return sums, ups
+
+
 @triton.jit(do_not_specialize=("num_rows",))
 def _multiply_rows(
     x,
@@ -142,11 +197,8 @@ def _multiply_rows(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """ROWS rows times OUTPUTS rows of the weight. SHARED of these have the same scales.
-
-    GROUPED: DEPTH inputs share a scale, so we scale each product of them before we add it.
-    Otherwise, we scale sums. GATED: the second half of the weight's rows are up.
-    """
+    """ROWS rows times OUTPUTS rows of the weight. SHARED of these have the same scales. GATED: the
+    second half of the weight's rows are up."""
     start_next(PDL)
     across, down = tl.cdiv(outputs, OUTPUTS), tl.cdiv(num_rows, ROWS)
     above = tl.program_id(0) // (NEIGHBOURS * across) * NEIGHBOURS
@@ -155,48 +207,34 @@ def _multiply_rows(
     rows = (above + within % height) * ROWS + tl.arange(0, ROWS)
     mine = within // height * OUTPUTS + tl.arange(0, OUTPUTS)
     w_rows = tl.minimum(mine, outputs - 1)
-    has_row = (rows < num_rows)[:, None]
-    depth = tl.arange(0, DEPTH)[None, :]
-    weight += w_rows[:, None].to(tl.int64) * width + depth
-    scale_at = w_scales + w_rows // SHARED * num_groups
-    if GATED:
-        up_shift = outputs.to(tl.int64) * width
-        up_scale_at = w_scales + (outputs + w_rows) // SHARED * num_groups
-    has_output = (mine < outputs)[:, None]
+    has_row, has_output = rows < num_rows, mine < outputs
+    scale_shifts = w_rows // SHARED * num_groups
     wait_for_previous(PDL)
-    x += rows[:, None].to(tl.int64) * width + depth
-    x_scale_at = x_scales + rows.to(tl.int64) * num_groups
-    sums = tl.zeros([ROWS, OUTPUTS], tl.float32)
-    ups = sums
-    for step in tl.range(0, tl.cdiv(width, DEPTH), num_stages=STAGES):
-        start = step * DEPTH
-        tile = _load_tile(x + start, has_row, depth, width - start, EVEN)
-        w = _load_tile(weight + start, has_output, depth, width - start, EVEN)
-        if GATED:
-            u = _load_tile(weight + up_shift + start, has_output, depth, width - start, EVEN)
-        if GROUPED:
-            x_scale = tl.load(x_scale_at + step, mask=rows < num_rows, other=0.0)[:, None]
-            scale = tl.load(scale_at + step)[None, :]
-            sums += tl.dot(tile, tl.trans(w)) * (x_scale * scale)
-            if GATED:
-                scale = tl.load(up_scale_at + step)[None, :]
-                ups += tl.dot(tile, tl.trans(u)) * (x_scale * scale)
-        else:
-            sums = tl.dot(tile, tl.trans(w), sums)
-            if GATED:
-                ups = tl.dot(tile, tl.trans(u), ups)
-    if not GROUPED:
-        x_scale = tl.load(x_scale_at, mask=rows < num_rows, other=0.0)[:, None]
-        sums *= x_scale * tl.load(scale_at)[None, :]
-        if GATED:
-            ups *= x_scale * tl.load(up_scale_at)[None, :]
+    sums, ups = sum_products(
+        x + rows.to(tl.int64) * width,
+        x_scales + rows.to(tl.int64) * num_groups,
+        has_row,
+        weight + w_rows.to(tl.int64) * width,
+        w_scales + scale_shifts,
+        outputs.to(tl.int64) * width,
+        (outputs + w_rows) // SHARED * num_groups - scale_shifts,
+        has_output,
+        width,
+        ROWS,
+        OUTPUTS,
+        DEPTH,
+        GROUPED,
+        GATED,
+        EVEN,
+        STAGES,
+    )
     if bias is not None:
         sums += tl.load(bias + w_rows).to(tl.float32)[None, :]
         if GATED:
             ups += tl.load(bias + outputs + w_rows).to(tl.float32)[None, :]
     dtype: tl.constexpr = out.dtype.element_ty
     there = out + rows[:, None].to(tl.int64) * outputs + mine[None, :]
-    exists = has_row & (mine < outputs)[None, :]
+    exists = has_row[:, None] & has_output[None, :]
     if GATED:
         tl.store(there, apply_gate(sums, ups, dtype), mask=exists)
     else:

@@ -8,6 +8,7 @@ import torch
 
 from pd.kernels.activation import clamped_swiglu
 from pd.kernels.dispatch import uses_triton
+from pd.kernels.fp8 import Fp8Weight
 from pd.kernels.linear import gate_up_silu, linear
 from pd.kernels.mxfp4 import Mxfp4Weight
 
@@ -108,6 +109,11 @@ def moe_mlp(
     Returns:
         A new tensor like ``x``.
     """
+    if uses_triton(x) and isinstance(gate_up, Fp8Weight):
+        assert isinstance(down, Fp8Weight) and clamp is None
+        from pd.kernels import moe_fp8_triton
+
+        return moe_fp8_triton.moe_mlp(x, weights, ids, gate_up, down)
     if uses_triton(x) and isinstance(gate_up, torch.Tensor | Mxfp4Weight):
         assert isinstance(down, torch.Tensor | Mxfp4Weight)
         from pd.kernels import moe_triton

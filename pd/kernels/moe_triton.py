@@ -113,7 +113,7 @@ def _sort_assignments(ids, order, starts, count, CHUNK: tl.constexpr, PDL: tl.co
 
 
 @triton.jit
-def _find_block(starts, block, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+def find_block(starts, block, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     """The expert of a block of rows, its first row and the row after the expert's last. The expert
     is EXPERTS if there is no such block."""
     experts = tl.arange(0, BLOCK)
@@ -267,7 +267,7 @@ def _multiply_blocks(
     """
     start_next(PDL)
     wait_for_previous(PDL)
-    expert, row, stop = _find_block(starts, tl.program_id(1), EXPERTS, EXPERTS_BLOCK, ROWS)
+    expert, row, stop = find_block(starts, tl.program_id(1), EXPERTS, EXPERTS_BLOCK, ROWS)
     if expert < EXPERTS:
         rows = row + tl.arange(0, ROWS)
         has_row = rows < stop
@@ -350,7 +350,7 @@ def route_tokens(
     return weights, ids
 
 
-def _sort_by_expert(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+def sort_by_expert(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Sort assignments by expert. Returns int32 ``[assignments]``, their numbers in that order, and
     int32 ``[experts + 1]``, the start of each expert's assignments."""
     count, device = ids.numel(), ids.device
@@ -386,7 +386,7 @@ def moe_mlp(
     if count == 0:
         return torch.zeros_like(x)
     x, weights, ids = x.contiguous(), weights.contiguous(), ids.contiguous()
-    order, starts = _sort_by_expert(ids, experts)
+    order, starts = sort_by_expert(ids, experts)
     inner, results = x.new_empty(count, size), x.new_empty(count, hidden)
     tile = _choose_tile(count / experts, x.dtype)
     used = min(experts, count)

@@ -124,7 +124,7 @@ def load_model(
         UnsupportedModelError: the device cannot compute with weights in fp8.
     """
     if config.quantization is not None:
-        _check_fp8(path, config, torch.device(device))
+        _check_fp8(path, torch.device(device))
     with torch.device(device):
         previous = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
@@ -172,13 +172,8 @@ def load_model(
     return model.eval()
 
 
-def _check_fp8(path: str | Path, config: ModelConfig, device: torch.device) -> None:
+def _check_fp8(path: str | Path, device: torch.device) -> None:
     """Raise UnsupportedModelError unless the device can compute with weights in fp8."""
-    if device.type != "cpu" and config.num_experts:
-        raise UnsupportedModelError(
-            f"{path}: experts in fp8 need --device cpu, not {device}, because pd has no kernels "
-            "for them on GPUs"
-        )
     if not has_fp8(device):
         raise UnsupportedModelError(
             f"{path}: weights in fp8 need a GPU with tensor cores for fp8 (compute capability 8.9 "

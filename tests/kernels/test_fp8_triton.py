@@ -11,6 +11,7 @@ from triton_device import (
     DEVICE,
     DTYPES,
     ON_GPU,
+    SEED,
     assert_near,
     normal,
     seeded,
@@ -49,15 +50,19 @@ def move(inputs: Fp8Inputs) -> Fp8Inputs:
     return inputs if inputs.scale is None else replace(inputs, scale=inputs.scale.to(DEVICE))
 
 
+def normal_there(random: torch.Generator, *shape: int) -> torch.Tensor:
+    """Draw float32 on the generator's device."""
+    return torch.randn(shape, generator=random, device=random.device)
+
+
 def make_weight(
     random: torch.Generator, outputs: int, inputs: Fp8Inputs, rows: int | None = None
 ) -> Fp8Weight:
     """Random weights of which the padding is zero. Scales differ by up to 4 times."""
     rows = rows or (128 if inputs.group else 1)
     values = torch.zeros(outputs, inputs.width)
-    values[:, inputs.lead : inputs.lead + inputs.size] = normal(
-        random, outputs, inputs.size, scale=100.0
-    )
+    drawn = normal_there(random, outputs, inputs.size) * 100
+    values[:, inputs.lead : inputs.lead + inputs.size] = drawn
     scales = 1 + 3 * torch.rand(-(-outputs // rows), inputs.num_groups, generator=random)
     scales *= inputs.size**-0.5 / 200
     return Fp8Weight(values.clamp(-448, 448).to(FP8), scales, rows, inputs)
@@ -199,14 +204,14 @@ def test_torch_multiplies_with_a_scale_for_each_row() -> None:
 def test_sizes_of_models_on_a_gpu_in_a_graph(
     group: int, tokens: int, outputs: int, size: int
 ) -> None:
-    random = seeded()
+    random = torch.Generator(DEVICE).manual_seed(SEED)
     is_gated = outputs == 28672
-    weight = make_weight(random, outputs, Fp8Inputs(size, group))
-    there = move_weight(weight)
-    x = normal(random, tokens, size).to(DEVICE, torch.bfloat16)
+    with torch.device(DEVICE):
+        weight = make_weight(random, outputs, Fp8Inputs(size, group))
+        x = normal_there(random, tokens, size).bfloat16()
 
     def run() -> torch.Tensor:
-        return gate_up_silu(x, there) if is_gated else linear(x, there)
+        return gate_up_silu(x, weight) if is_gated else linear(x, weight)
 
     first = run()
     graph = torch.cuda.CUDAGraph()
@@ -215,5 +220,5 @@ def test_sizes_of_models_on_a_gpu_in_a_graph(
     graph.replay()
     assert torch.equal(out, first)
     chosen = slice(0, tokens, max(1, tokens // 8))
-    expected = multiply_fp8(x[chosen].float().cpu(), weight)
+    expected = multiply_fp8(x[chosen].float(), weight)
     assert_near(out[chosen], silu_and_mul(expected) if is_gated else expected, 1.5e-2)

@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pd.kernels import acceptance_triton, fp8_triton, moe_triton, penalties_triton
+from pd.kernels import acceptance_triton, fp8_triton, moe_fp8_triton, moe_triton, penalties_triton
 from pd.kernels.attention import triton_kernel
 
 def compiled(kernel, pointers, numbers, constants):
@@ -86,6 +86,15 @@ for count, gated, group in itertools.product((1, 64, 128), (True, False), (0, 12
     shape |= {"GROUPED": group > 0, "GATED": gated, "EVEN": group > 0, "NEIGHBOURS": 16}
     shape |= {"STAGES": tile.num_stages, "PDL": True}
     compiled(fp8_triton._multiply_rows, given, numbers, shape)
+del given["weight"], given["w_scales"], given["bias"], numbers["num_rows"]
+given |= {"matrices": "*fp8e4nv", "scales": "*fp32", "starts": "*i32", "order": "*i32"}
+given |= {"weights": "*bf16"}
+experts = {"TOP_K": 8, "EXPERTS": 128, "EXPERTS_BLOCK": 128, "SHARED": 64, "PDL": True}
+for count, gated, group in itertools.product((1, 64, 128), (True, False), (0, 128)):
+    tile = moe_fp8_triton._choose_tile(count, gated)
+    shape = {"ROWS": tile.rows, "OUTPUTS": tile.outputs, "DEPTH": tile.depth}
+    shape |= {"GROUPED": group > 0, "GATED": gated, "EVEN": group > 0, "STAGES": tile.num_stages}
+    compiled(moe_fp8_triton._multiply_blocks, given, numbers, experts | shape)
 """
 
 
@@ -96,5 +105,5 @@ def test_kernels_of_drafts_compile() -> None:
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert ran.stdout.split().count("paged_attention") == 9
-    assert ran.stdout.split().count("_multiply_blocks") == 6
+    assert ran.stdout.split().count("_multiply_blocks") == 18
     assert ran.stdout.split().count("_multiply_rows") == 12

@@ -225,9 +225,13 @@ class TestRefusals:
         with pytest.raises(UnsupportedModelError, match=message):
             parse_model_config(raw | {"quantization_config": settings}, {})
 
-    def test_experts_on_a_gpu(self, fp8_checkpoint: Fp8Checkpoint) -> None:
-        path, _ = fp8_checkpoint("qwen3_moe", "block")
-        with pytest.raises(UnsupportedModelError, match="fp8 need --device cpu, not cuda:0"):
+    def test_a_gpu_without_fp8(
+        self, fp8_checkpoint: Fp8Checkpoint, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
+        path, _ = fp8_checkpoint("llama3", "block")
+        with pytest.raises(UnsupportedModelError, match=r"8\.9 or later\), not NVIDIA A100$"):
             load_model(path, read_model_config(path), dtype=torch.float32, device="cuda:0")
 
     @pytest.mark.parametrize(

@@ -1,0 +1,123 @@
+"""The grouped product in fp8 by the loop over experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from kernels.test_fp8_triton import make_weight, move_weight, normal_there
+from triton_device import (
+    DEVICE,
+    DTYPES,
+    ON_GPU,
+    SEED,
+    assert_near,
+    normal,
+    seeded,
+    skip_unless_interpreter_works,
+)
+
+from pd.kernels import moe
+from pd.kernels.fp8 import Fp8Inputs, Fp8Weight, quantize_rows
+from pd.kernels.moe import moe_mlp, route_tokens
+
+
+def make_stack(
+    random: torch.Generator, count: int, outputs: int, inputs: Fp8Inputs, rows: int
+) -> Fp8Weight:
+    stack = [make_weight(random, outputs, inputs, rows) for _ in range(count)]
+    values = torch.stack([each.values.view(torch.uint8) for each in stack])
+    scales = torch.stack([each.scales for each in stack])
+    return Fp8Weight(values.view(stack[0].values.dtype), scales, rows, inputs)
+
+
+def make_experts(
+    random: torch.Generator, count: int, hidden: int, size: int, group: int, lead: int = 0
+) -> tuple[Fp8Weight, Fp8Weight]:
+    """gate_up and down. Up begins in the middle of a block if ``size`` is no multiple of 128."""
+    rows = 32 if group else 1
+    gate_up = make_stack(random, count, 2 * size, Fp8Inputs(hidden, group), rows)
+    down = Fp8Inputs(size, group, lead)
+    return gate_up, make_stack(random, count, hidden, down, 128 if group else 1)
+
+
+@pytest.mark.parametrize(("dtype", "error"), DTYPES)
+@pytest.mark.parametrize("group", [0, 128])
+@pytest.mark.parametrize(
+    ("tokens", "count", "top_k", "hidden", "size", "lead"),
+    [
+        (1, 8, 4, 64, 32, 0),
+        (5, 6, 2, 96, 160, 64),
+        (33, 3, 3, 200, 96, 32),
+        (100, 1, 1, 96, 64, 0),
+        (0, 4, 2, 32, 32, 0),
+    ],
+)
+def test_grouped_product(
+    tokens: int,
+    count: int,
+    top_k: int,
+    hidden: int,
+    size: int,
+    lead: int,
+    group: int,
+    dtype: torch.dtype,
+    error: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from pd.kernels import moe_fp8_triton
+
+    skip_unless_interpreter_works()
+    if not ON_GPU:  # the interpreter converts some numbers wrongly
+        monkeypatch.setattr(moe_fp8_triton, "quantize_rows", quantize_rows)
+    random = seeded()
+    x = normal(random, tokens, hidden).to(dtype)
+    weights, ids = route_tokens(normal(random, tokens, count).to(dtype), top_k, True)
+    experts = make_experts(random, count, hidden, size, group, lead if group else 0)
+    out = moe_fp8_triton.moe_mlp(
+        *(each.to(DEVICE) for each in (x, weights, ids)), *(move_weight(each) for each in experts)
+    )
+    assert out.dtype == dtype
+    expected = moe_mlp(x, weights, ids, *experts)
+    # A number between two of fp8 may become either.
+    assert out.shape == expected.shape
+    difference = (out.cpu().float() - expected.float()).norm()
+    assert float(difference) <= max(error, 0.02) * float(expected.float().norm())
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("group", [0, 128])
+@pytest.mark.parametrize("tokens", [1, 64, 1000])
+@pytest.mark.parametrize(("count", "top_k", "size"), [(64, 6, 704), (128, 8, 768)])
+def test_sizes_of_models_on_a_gpu_in_a_graph(
+    group: int, tokens: int, count: int, top_k: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random = torch.Generator(DEVICE).manual_seed(SEED)
+    with torch.device(DEVICE):
+        experts = make_experts(random, count, 2048, size, group)
+        x = normal_there(random, tokens, 2048).bfloat16()
+        logits = normal_there(random, tokens, count).bfloat16()
+
+    def run() -> torch.Tensor:
+        return moe_mlp(x, *route_tokens(logits, top_k, True), *experts)
+
+    first = run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    graph.replay()
+    assert torch.equal(out, first)
+    routed = route_tokens(logits, top_k, True)
+    monkeypatch.setattr(moe, "uses_triton", lambda _: False)
+    expected = moe_mlp(x, *routed, *experts)
+    assert_near(out, expected, 3e-2)
+
+
+def test_a_stack_is_selected_by_expert() -> None:
+    random = seeded()
+    stack = make_stack(random, 3, 64, Fp8Inputs(200, 128), 32)
+    wide = stack.dequantize_weight()
+    for expert in range(3):
+        alone = stack.select(expert)
+        assert torch.equal(replace(alone).dequantize_weight(), wide[expert])
