@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from urllib.parse import urlsplit
 
 import httpx
 
 from pd import __version__
 from pd.batch import attempts
 from pd.batch.attempts import BatchAttempt, make_attempt, make_failure
-from pd.core.brief import shorten_text
+from pd.core.addresses import parse_base_url
 from pd.core.errors import SetupError, UsageError
 
 _CONNECT_SECONDS = 10.0
@@ -32,7 +31,7 @@ class BatchServer:
     """
 
     def __init__(self, url: str, api_key: str | None, timeout: float, concurrency: int) -> None:
-        self.url = _parse_base_url(url)
+        self.url = parse_base_url(url, "--url", "--api-key")
         self._timeout = timeout
         headers = {"Accept-Encoding": "identity", "User-Agent": f"pd-launch-batch/{__version__}"}
         if api_key is not None:
@@ -108,20 +107,3 @@ class BatchServer:
 
 def _describe_error(error: Exception) -> str:
     return str(error) or type(error).__name__
-
-
-def _parse_base_url(text: str) -> str:
-    """Return the address without ``/v1``. Raises UsageError for an invalid one, without showing a
-    possible password."""
-    url = text if "://" in text else f"http://{text}"
-    try:
-        parts = urlsplit(url)
-        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        is_url = False
-    if is_url and "@" in parts.netloc:
-        raise UsageError("--url must be without a user and password; give --api-key instead")
-    if not is_url or "?" in url or "#" in url or not url.isprintable() or " " in url:
-        shown = "" if "@" in text else f", not {shorten_text(text, 100)}"
-        raise UsageError(f"--url must be like http://HOST:PORT or https://HOST{shown}")
-    return url.rstrip("/").removesuffix("/v1").rstrip("/")

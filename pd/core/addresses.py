@@ -10,8 +10,8 @@ import re
 import socket
 from urllib.parse import urlsplit
 
-from pd.core.brief import short_repr
-from pd.core.errors import InvalidRequestError, SetupError
+from pd.core.brief import short_repr, shorten_text
+from pd.core.errors import InvalidRequestError, SetupError, UsageError
 
 _HOST_NAME = re.compile(r"\w[\w-]*(\.\w[\w-]*)*\.?")
 _NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
@@ -130,3 +130,26 @@ def is_loopback(host: str) -> bool:
         return False
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return (mapped or address).is_loopback
+
+
+def parse_base_url(text: str, name: str, key_name: str) -> str:
+    """Return the address of an HTTP server without ``/v1``. Without a scheme it is HTTP.
+
+    Args:
+        name: the argument that errors name.
+        key_name: the argument for a key.
+
+    Raises UsageError for an invalid address, without showing a possible password.
+    """
+    url = text if "://" in text else f"http://{text}"
+    try:
+        parts = urlsplit(url)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_url = False
+    if is_url and "@" in parts.netloc:
+        raise UsageError(f"{name} must be without a user and password; give {key_name} instead")
+    if not is_url or "?" in url or "#" in url or not url.isprintable() or " " in url:
+        shown = "" if "@" in text else f", not {shorten_text(text, 100)}"
+        raise UsageError(f"{name} must be like http://HOST:PORT or https://HOST{shown}")
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 
+from pd.core.addresses import parse_base_url
 from pd.core.errors import (
     NodeFailedError,
     NotFoundError,
@@ -51,9 +52,10 @@ class RuntimeEndpoint(NativeBackend):
             base_url: such as ``http://127.0.0.1:8000``.
             verify: file with the authorities that the server's certificate may be from, or False.
 
-        Raises SetupError if nobody answers there.
+        Raises UsageError for an invalid address, SetupError if nobody answers there.
         """
-        super().__init__(_HttpService(base_url.rstrip("/"), api_key, verify))
+        url = parse_base_url(base_url, "base_url", "api_key")
+        super().__init__(_HttpService(url, api_key, verify))
 
     @property
     def endpoint(self) -> RuntimeEndpoint:

@@ -93,6 +93,10 @@ class LLM:
             self._model = None if model is None else str(model)
             self._seed = arguments.pop("seed", None)
             self._concurrency = arguments.pop("max_num_seqs", None) or _CONCURRENCY
+            if not isinstance(self._concurrency, int) or self._concurrency < 1:
+                raise UsageError(
+                    f"LLM: max_num_seqs must be a number from 1 on, not {self._concurrency!r}"
+                )
             check_remote("LLM", arguments)
             key = os.environ.get(API_KEY_VARIABLE) if api_key is None else api_key
             self._connection = connect_remote(url, key, self._concurrency)

@@ -6,13 +6,13 @@ import contextlib
 import ssl
 from http import HTTPStatus
 from typing import TYPE_CHECKING, NamedTuple, Protocol
-from urllib.parse import urlsplit
 
 import httpx
 import msgspec
 
 from pd import __version__
-from pd.core.errors import PDError, UnavailableError, UsageError, error_from_kind
+from pd.core.addresses import parse_base_url
+from pd.core.errors import PDError, UnavailableError, error_from_kind
 from pd.proxy.http.exchange import Exchange, make_scope
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class HttpTransport:
 
     def __init__(self, url: str, api_key: str | None, connections: int) -> None:
         """Raises UsageError for an invalid address."""
-        self.url = _parse_url(url)
+        self.url = parse_base_url(url, "url", "api_key")
         headers = {"Accept-Encoding": "identity", "User-Agent": f"pd/{__version__}"}
         if api_key is not None:
             headers["Authorization"] = f"Bearer {api_key}"
@@ -118,17 +118,6 @@ class HttpTransport:
 
     def _name_error(self, error: httpx.HTTPError) -> PDError:
         return UnavailableError(f"no answer from {self.url}: {str(error) or type(error).__name__}")
-
-
-def _parse_url(text: str) -> str:
-    """Return the address without ``/v1``. Raises UsageError, which shows no password."""
-    parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.netloc or parts.query or parts.fragment:
-        shown = "" if "@" in text else f" {text!r}"
-        raise UsageError(f"invalid url{shown}: give http://HOST:PORT or https://HOST")
-    if "@" in parts.netloc:
-        raise UsageError("invalid url: give api_key=… instead of a user and password")
-    return text.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 class AppTransport:

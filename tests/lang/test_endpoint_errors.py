@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 import pd.lang as pl
-from pd.core.errors import AuthenticationError, SetupError
+from pd.core.errors import AuthenticationError, SetupError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -116,6 +116,8 @@ def test_a_stream_that_is_refused_names_the_reason(connect: Any) -> None:
 def test_a_server_that_is_not_there_is_named() -> None:
     with pytest.raises(SetupError, match=r"cannot reach the server at http://127\.0\.0\.1:9/"):
         pl.RuntimeEndpoint("http://127.0.0.1:9")
+    with pytest.raises(UsageError, match="base_url must be like http://HOST:PORT or https://HOST"):
+        pl.RuntimeEndpoint("ftp://host")
 
 
 def test_a_wrong_key_is_named(connect: Any) -> None:

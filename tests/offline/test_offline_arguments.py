@@ -62,8 +62,13 @@ def test_a_model_that_is_not_there_is_refused_at_once() -> None:
 def test_settings_of_the_nodes_are_refused_for_a_running_deployment() -> None:
     with pytest.raises(UsageError, match="dtype='float32' cannot be set for a running deployment"):
         LLM(url="http://127.0.0.1:1", dtype="float32")
-    with pytest.raises(UsageError, match="invalid url 'ftp://x'"):
+    with pytest.raises(
+        UsageError, match="url must be like http://HOST:PORT or https://HOST, not ftp"
+    ):
         LLM(url="ftp://x")
+    for number in ("x", -1):
+        with pytest.raises(UsageError, match="max_num_seqs must be a number from 1 on, not"):
+            LLM(url="http://127.0.0.1:1", max_num_seqs=number)
     with pytest.raises(UsageError, match="give api_key") as refused:
         LLM(url="http://user:secret@host")
     assert "secret" not in str(refused.value)
