@@ -67,10 +67,12 @@ class Fp8Rows(NamedTuple):
     Attributes:
         values: fp8 ``[rows, width]`` in the padded layout.
         scales: float32 ``[rows, num_groups]``.
+        dtype: dtype of the inputs before, which results of products have.
     """
 
     values: torch.Tensor
     scales: torch.Tensor
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ def quantize_rows(x: torch.Tensor, inputs: Fp8Inputs) -> Fp8Rows:
         scales = inputs.scale.expand(len(x), 1).contiguous()
     else:
         scales = compute_scales(groups.abs().amax(-1), inputs.rounds_scales)
-    return Fp8Rows(convert_saturated(groups / scales[..., None]).flatten(1), scales)
+    return Fp8Rows(convert_saturated(groups / scales[..., None]).flatten(1), scales, x.dtype)
 
 
 def compute_scales(largest: torch.Tensor, rounds: bool = False) -> torch.Tensor:
@@ -175,11 +177,13 @@ def has_fp8(device: torch.device) -> bool:
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= _CAPABILITY
 
 
-def can_multiply_scaled(x: torch.Tensor, weight: Fp8Weight) -> bool:
+def can_multiply_scaled(rows: Fp8Rows, weight: Fp8Weight) -> bool:
     """Whether :func:`multiply_scaled` supports these: a scale for each row of the weight, and a
     result in bfloat16."""
     is_aligned = weight.values.shape[0] % _ALIGNMENT == 0
-    return not weight.inputs.group and weight.rows == 1 and x.dtype == torch.bfloat16 and is_aligned
+    return (
+        not weight.inputs.group and weight.rows == 1 and rows.dtype == torch.bfloat16 and is_aligned
+    )
 
 
 def multiply_scaled(rows: Fp8Rows, weight: Fp8Weight, bias: torch.Tensor | None) -> torch.Tensor:
@@ -192,8 +196,8 @@ def multiply_scaled(rows: Fp8Rows, weight: Fp8Weight, bias: torch.Tensor | None)
 
 
 def multiply_fp8(
-    x: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None = None
+    rows: Fp8Rows, weight: Fp8Weight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compute :func:`pd.kernels.linear.linear` for a weight in fp8, in float32."""
-    wide = functional.linear(round_inputs(x, weight.inputs), weight.dequantize_weight())
-    return (wide if bias is None else wide + bias.float()).to(x.dtype)
+    """Compute :func:`pd.kernels.linear.linear` for inputs and a weight in fp8, in float32."""
+    wide = functional.linear(dequantize_rows(rows, weight.inputs), weight.dequantize_weight())
+    return (wide if bias is None else wide + bias.float()).to(rows.dtype)

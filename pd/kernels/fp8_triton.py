@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 # With more rows, torch's product with scales per row and channel is faster.
 MAX_CHANNEL_ROWS = 64
-# With more rows, a tile of gate and up leaves too few registers for another.
-MAX_GATED_ROWS = 64
 # Row tiles that share a column's weights before the next column.
 _NEIGHBOURS = 16
 # Groups of inputs that a program converts.
@@ -45,13 +43,12 @@ class Fp8Tile:
     num_stages: int
 
 
-def _choose_tile(rows: int, outputs: int, is_gated: bool, group: int) -> Fp8Tile:
+def _choose_tile(rows: int, outputs: int, group: int) -> Fp8Tile:
     """Choose a tile. With few rows the product is a stream of weights."""
     if rows <= 16:
-        is_narrow = is_gated or outputs <= 4096
         if group:
-            return Fp8Tile(16, 32 if is_narrow else 64, group, 4, 6 if is_gated else 9)
-        return Fp8Tile(16, 32, 512, 4, 4) if is_narrow else Fp8Tile(16, 64, 256, 4, 6)
+            return Fp8Tile(16, 32 if outputs <= 4096 else 64, group, 4, 9)
+        return Fp8Tile(16, 32, 512, 4, 4) if outputs <= 4096 else Fp8Tile(16, 64, 256, 4, 6)
     depth = group or 128
     if rows <= 64:
         return Fp8Tile(64, 32 if outputs <= 8192 else 64, depth, 4, 5)
@@ -77,6 +74,33 @@ def compute_scales(largest, ROUNDS: tl.constexpr):
 
 
 @triton.jit
+def store_groups(
+    wide,
+    places,
+    groups,
+    input_scale,
+    values,
+    scales,
+    row,
+    width,
+    num_groups,
+    SPAN: tl.constexpr,
+    ROUNDS: tl.constexpr,
+):
+    """Convert some groups of a row, float32 ``[groups, SPAN]``, to fp8, and store them.
+
+    SPAN is the size of a group, or more than the width of the row if it is a single group.
+    """
+    if input_scale is None:
+        scale = compute_scales(tl.max(tl.abs(wide), 1), ROUNDS)
+    else:
+        scale = tl.zeros(groups.shape, tl.float32) + tl.load(input_scale)
+    divided = tl.div_rn(wide, tl.broadcast_to(scale[:, None], wide.shape))
+    tl.store(values + row * width + places, saturate(divided), mask=places < width)
+    tl.store(scales + row * num_groups + groups, scale, mask=groups < num_groups)
+
+
+@triton.jit
 def _quantize_rows(
     x,
     input_scale,
@@ -90,24 +114,65 @@ def _quantize_rows(
     GROUPS: tl.constexpr,
     SPAN: tl.constexpr,
     ROUNDS: tl.constexpr,
+    GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """GROUPS groups of one row per program. SPAN is the size of a group, or more than the width of
-    the row if it is a single group."""
+    """GROUPS groups of one row per program. GATED: of the gated activation of a row, whose second
+    half is up."""
     start_next(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     places = groups[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
     has_input = (places >= lead) & (places < lead + size)
-    wide = tl.load(x + row * x_stride + places - lead, mask=has_input, other=0.0).to(tl.float32)
-    if input_scale is None:
-        scale = compute_scales(tl.max(tl.abs(wide), 1), ROUNDS)
-    else:
-        scale = tl.zeros([GROUPS], tl.float32) + tl.load(input_scale)
-    divided = tl.div_rn(wide, tl.broadcast_to(scale[:, None], wide.shape))
-    tl.store(values + row * width + places, saturate(divided), mask=places < width)
-    tl.store(scales + row * num_groups + groups, scale, mask=groups < num_groups)
+    there = x + row * x_stride + places - lead
+    wide = tl.load(there, mask=has_input, other=0.0).to(tl.float32)
+    if GATED:
+        up = tl.load(there + size, mask=has_input, other=0.0).to(tl.float32)
+        wide = apply_gate(wide, up, x.dtype.element_ty).to(tl.float32)
+    store_groups(
+        wide, places, groups, input_scale, values, scales, row, width, num_groups, SPAN, ROUNDS
+    )
+
+
+@triton.jit
+def _rms_norm(
+    x,
+    residual,
+    weight,
+    input_scale,
+    values,
+    scales,
+    eps,
+    size,
+    width,
+    num_groups,
+    GROUPS: tl.constexpr,
+    SPAN: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One row per program: of ``x``, which is added to ``residual`` unless that is None."""
+    start_next(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    groups = tl.arange(0, GROUPS)
+    places = groups[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
+    mask = places < size
+    by_place = tl.load(weight + places, mask=mask, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
+    dtype: tl.constexpr = x.dtype.element_ty
+    wide = tl.load(x + row * size + places, mask=mask, other=0.0).to(tl.float32)
+    if residual is not None:
+        there = residual + row * size + places
+        total = (tl.load(there, mask=mask, other=0.0).to(tl.float32) + wide).to(dtype)
+        tl.store(there, total, mask=mask)
+        wide = total.to(tl.float32)
+    square = tl.sum(tl.sum(wide * wide, 1), 0)
+    wide = (wide * tl.rsqrt(square / size + eps)).to(dtype).to(tl.float32)
+    normed = (wide * by_place).to(dtype).to(tl.float32)
+    store_groups(
+        normed, places, groups, input_scale, values, scales, row, width, num_groups, SPAN, ROUNDS
+    )
 
 
 @triton.jit
@@ -191,14 +256,13 @@ def _multiply_rows(
     DEPTH: tl.constexpr,
     SHARED: tl.constexpr,
     GROUPED: tl.constexpr,
-    GATED: tl.constexpr,
     EVEN: tl.constexpr,
     NEIGHBOURS: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """ROWS rows times OUTPUTS rows of the weight. SHARED of these have the same scales. GATED: the
-    second half of the weight's rows are up."""
+    """ROWS rows times OUTPUTS rows of the weight. SHARED of these have the same
+    scales."""
     start_next(PDL)
     across, down = tl.cdiv(outputs, OUTPUTS), tl.cdiv(num_rows, ROWS)
     above = tl.program_id(0) // (NEIGHBOURS * across) * NEIGHBOURS
@@ -208,91 +272,123 @@ def _multiply_rows(
     mine = within // height * OUTPUTS + tl.arange(0, OUTPUTS)
     w_rows = tl.minimum(mine, outputs - 1)
     has_row, has_output = rows < num_rows, mine < outputs
-    scale_shifts = w_rows // SHARED * num_groups
     wait_for_previous(PDL)
-    sums, ups = sum_products(
+    sums, _ = sum_products(
         x + rows.to(tl.int64) * width,
         x_scales + rows.to(tl.int64) * num_groups,
         has_row,
         weight + w_rows.to(tl.int64) * width,
-        w_scales + scale_shifts,
-        outputs.to(tl.int64) * width,
-        (outputs + w_rows) // SHARED * num_groups - scale_shifts,
+        w_scales + w_rows // SHARED * num_groups,
+        0,
+        0,
         has_output,
         width,
         ROWS,
         OUTPUTS,
         DEPTH,
         GROUPED,
-        GATED,
+        False,
         EVEN,
         STAGES,
     )
     if bias is not None:
         sums += tl.load(bias + w_rows).to(tl.float32)[None, :]
-        if GATED:
-            ups += tl.load(bias + outputs + w_rows).to(tl.float32)[None, :]
-    dtype: tl.constexpr = out.dtype.element_ty
     there = out + rows[:, None].to(tl.int64) * outputs + mine[None, :]
-    exists = has_row[:, None] & has_output[None, :]
-    if GATED:
-        tl.store(there, apply_gate(sums, ups, dtype), mask=exists)
-    else:
-        tl.store(there, sums.to(dtype), mask=exists)
+    tl.store(there, sums.to(out.dtype.element_ty), mask=has_row[:, None] & has_output[None, :])
 
 
-def quantize_rows(x: torch.Tensor, inputs: Fp8Inputs) -> Fp8Rows:
-    """:func:`pd.kernels.fp8.quantize_rows`."""
-    rows, groups = len(x), inputs.num_groups
+def quantize_rows(x: torch.Tensor, inputs: Fp8Inputs, is_gated: bool = False) -> Fp8Rows:
+    """:func:`pd.kernels.fp8.quantize_rows`, or :func:`silu_and_quantize`."""
     if x.stride(-1) != 1:
         x = x.contiguous()
-    values = torch.empty((rows, inputs.width), dtype=FP8, device=x.device)
-    scales = torch.empty((rows, groups), dtype=torch.float32, device=x.device)
-    if rows == 0:
-        return Fp8Rows(values, scales)
+    rows = _allocate_rows(len(x), inputs, x)
     span = inputs.group or triton.next_power_of_2(inputs.width)
     count = _GROUPS if inputs.group else 1
-    launch_kernel(
-        _quantize_rows,
-        (rows, triton.cdiv(groups, count)),
-        x.device,
-        x,
-        inputs.scale,
-        values,
-        scales,
-        x.stride(0),
-        inputs.size,
-        inputs.width,
-        groups,
-        inputs.lead,
-        GROUPS=count,
-        SPAN=span,
-        ROUNDS=inputs.rounds_scales,
-        num_warps=max(1, min(16, count * span // 512)),
-    )
-    return Fp8Rows(values, scales)
+    if len(x):
+        launch_kernel(
+            _quantize_rows,
+            (len(x), triton.cdiv(inputs.num_groups, count)),
+            x.device,
+            x,
+            inputs.scale,
+            rows.values,
+            rows.scales,
+            x.stride(0),
+            inputs.size,
+            inputs.width,
+            inputs.num_groups,
+            inputs.lead,
+            GROUPS=count,
+            SPAN=span,
+            ROUNDS=inputs.rounds_scales,
+            GATED=is_gated,
+            num_warps=max(1, min(16, count * span // 512)),
+        )
+    return rows
+
+
+def silu_and_quantize(gate_up: torch.Tensor, inputs: Fp8Inputs) -> Fp8Rows:
+    """:func:`pd.kernels.linear.silu_and_quantize`."""
+    return quantize_rows(gate_up, inputs, is_gated=True)
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    inputs: Fp8Inputs,
+    residual: torch.Tensor | None = None,
+) -> Fp8Rows:
+    """:func:`pd.kernels.norm.rms_norm` of ``[rows, size]``, or ``add_rms_norm`` with a contiguous
+    ``residual``, in fp8. ``inputs`` has no lead."""
+    x = x.contiguous()
+    rows = _allocate_rows(len(x), inputs, x)
+    span = inputs.group or triton.next_power_of_2(inputs.width)
+    count = triton.next_power_of_2(inputs.num_groups)
+    if len(x):
+        launch_kernel(
+            _rms_norm,
+            (len(x),),
+            x.device,
+            x,
+            residual,
+            weight,
+            inputs.scale,
+            rows.values,
+            rows.scales,
+            eps,
+            inputs.size,
+            inputs.width,
+            inputs.num_groups,
+            GROUPS=count,
+            SPAN=span,
+            ROUNDS=inputs.rounds_scales,
+            num_warps=max(1, min(16, count * span // 512)),
+        )
+    return rows
+
+
+def _allocate_rows(count: int, inputs: Fp8Inputs, x: torch.Tensor) -> Fp8Rows:
+    """Allocate rows in fp8 for numbers in the dtype of ``x``, on its device."""
+    values = torch.empty((count, inputs.width), dtype=FP8, device=x.device)
+    scales = torch.empty((count, inputs.num_groups), dtype=torch.float32, device=x.device)
+    return Fp8Rows(values, scales, x.dtype)
 
 
 def multiply_rows(
     rows: Fp8Rows,
     weight: Fp8Weight,
     bias: torch.Tensor | None,
-    dtype: torch.dtype,
-    is_gated: bool = False,
     tile: Fp8Tile | None = None,
 ) -> torch.Tensor:
-    """Compute :func:`pd.kernels.linear.linear` of inputs in fp8, or ``gate_up_silu``.
-
-    Returns:
-        ``[rows, outputs]`` in ``dtype``.
-    """
+    """Compute :func:`pd.kernels.linear.linear` of inputs in fp8."""
     values, (count, width) = weight.values, rows.values.shape
-    outputs = len(values) // 2 if is_gated else len(values)
-    out = torch.empty((count, outputs), dtype=dtype, device=values.device)
+    outputs = len(values)
+    out = torch.empty((count, outputs), dtype=rows.dtype, device=values.device)
     if count == 0:
         return out
     group = weight.inputs.group
-    tile = tile or _choose_tile(count, outputs, is_gated, group)
+    tile = tile or _choose_tile(count, outputs, group)
     launch_kernel(
         _multiply_rows,
         (triton.cdiv(count, tile.rows) * triton.cdiv(outputs, tile.outputs),),
@@ -312,7 +408,6 @@ def multiply_rows(
         DEPTH=tile.depth,
         SHARED=weight.rows,
         GROUPED=group > 0,
-        GATED=is_gated,
         EVEN=width % tile.depth == 0,
         NEIGHBOURS=_NEIGHBOURS,
         STAGES=tile.num_stages,

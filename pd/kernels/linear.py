@@ -14,7 +14,7 @@ from pd.kernels.activation import silu_and_mul
 from pd.kernels.dispatch import uses_triton
 
 if TYPE_CHECKING:
-    from pd.kernels.fp8 import Weight
+    from pd.kernels.fp8 import Fp8Inputs, Fp8Rows, Weight
 
 # Packed weights are laid out for this number of rows. Other numbers use the same layout: none is
 # slower than with its own layout, and a few rows are faster.
@@ -62,11 +62,13 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(
+    x: torch.Tensor | Fp8Rows, weight: Weight, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """``x @ weight.T + bias``.
 
     Args:
-        x: ``[rows, inputs]``.
+        x: ``[rows, inputs]``, in fp8 only if the weight is.
         weight: ``[outputs, inputs]``, contiguous, from :func:`pack_weight` or in fp8.
         bias: ``[outputs]``.
 
@@ -74,7 +76,8 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) ->
         ``[rows, outputs]`` in the dtype of ``x``.
     """
     if isinstance(weight, fp8.Fp8Weight):
-        return _multiply_fp8(x, weight, bias, is_gated=False)
+        return _multiply_fp8(x, weight, bias)
+    assert isinstance(x, torch.Tensor)
     if isinstance(weight, fp8.WideWeight):
         rounded = fp8.round_inputs(x, weight.inputs)
         return linear(rounded, weight.values, None if bias is None else bias.float()).to(x.dtype)
@@ -100,30 +103,46 @@ def _make_zero_bias(size: int, dtype: torch.dtype, device: torch.device) -> torc
 
 
 def _multiply_fp8(
-    x: torch.Tensor, weight: fp8.Fp8Weight, bias: torch.Tensor | None, is_gated: bool
+    x: torch.Tensor | Fp8Rows, weight: fp8.Fp8Weight, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Compute :func:`linear` or :func:`gate_up_silu`. With many rows, torch's kernel is faster if a
-    row of the weight has one scale."""
-    is_fused = False
-    if not uses_triton(x):
-        product = fp8.multiply_fp8(x, weight, bias)
-    else:
+    """Compute :func:`linear`. With many rows, torch's kernel is faster if a row of the weight has
+    one scale."""
+    rows = x if isinstance(x, fp8.Fp8Rows) else quantize_rows(x, weight.inputs)
+    if not uses_triton(rows.values):
+        return fp8.multiply_fp8(rows, weight, bias)
+    from pd.kernels import fp8_triton
+
+    is_many = len(rows.values) > fp8_triton.MAX_CHANNEL_ROWS
+    if is_many and fp8.can_multiply_scaled(rows, weight):
+        return fp8.multiply_scaled(rows, weight, bias)
+    return fp8_triton.multiply_rows(rows, weight, bias)
+
+
+def quantize_rows(x: torch.Tensor, inputs: Fp8Inputs) -> Fp8Rows:
+    """See :func:`pd.kernels.fp8.quantize_rows`."""
+    if uses_triton(x):
         from pd.kernels import fp8_triton
 
-        rows = fp8_triton.quantize_rows(x, weight.inputs)
-        if len(x) > fp8_triton.MAX_CHANNEL_ROWS and fp8.can_multiply_scaled(x, weight):
-            product = fp8.multiply_scaled(rows, weight, bias)
-        else:
-            is_fused = is_gated and len(x) <= fp8_triton.MAX_GATED_ROWS
-            product = fp8_triton.multiply_rows(rows, weight, bias, x.dtype, is_fused)
-    return silu_and_mul(product) if is_gated and not is_fused else product
+        return fp8_triton.quantize_rows(x, inputs)
+    return fp8.quantize_rows(x, inputs)
 
 
-def gate_up_silu(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+def silu_and_quantize(gate_up: torch.Tensor, inputs: Fp8Inputs) -> Fp8Rows:
+    """Convert the result of :func:`pd.kernels.activation.silu_and_mul` to fp8."""
+    if uses_triton(gate_up):
+        from pd.kernels import fp8_triton
+
+        return fp8_triton.silu_and_quantize(gate_up, inputs)
+    return fp8.quantize_rows(silu_and_mul(gate_up), inputs)
+
+
+def gate_up_silu(
+    x: torch.Tensor | Fp8Rows, weight: Weight, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """:func:`pd.kernels.activation.silu_and_mul` of :func:`linear`.
 
     Args:
-        x: ``[rows, inputs]``.
+        x: ``[rows, inputs]``, in fp8 only if the weight is.
         weight: ``[2 * size, inputs]``, gate then up, contiguous, from :func:`pack_weight` or in
             fp8.
         bias: ``[2 * size]``.
@@ -131,9 +150,7 @@ def gate_up_silu(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = No
     Returns:
         ``[rows, size]``.
     """
-    if isinstance(weight, fp8.Fp8Weight):
-        return _multiply_fp8(x, weight, bias, is_gated=True)
-    if isinstance(weight, torch.Tensor) and uses_triton(x):
+    if isinstance(weight, torch.Tensor) and isinstance(x, torch.Tensor) and uses_triton(x):
         from pd.kernels import linear_triton
 
         if linear_triton.can_multiply(x, weight):

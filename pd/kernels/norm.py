@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from pd.kernels import fp8
 from pd.kernels.dispatch import uses_triton
 
 
@@ -49,3 +50,25 @@ def add_rms_norm(
         return norm_triton.rms_norm(x, weight, eps, residual)
     residual += x
     return rms_norm(residual, weight, eps)
+
+
+def rms_norm_fp8(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    inputs: fp8.Fp8Inputs,
+    residual: torch.Tensor | None = None,
+) -> fp8.Fp8Rows:
+    """:func:`rms_norm`, or :func:`add_rms_norm` with a residual, and convert the result to fp8.
+
+    Args:
+        inputs: of the product that follows, without a lead.
+    """
+    if uses_triton(x):
+        from pd.kernels import fp8_triton
+
+        return fp8_triton.rms_norm(x, weight, eps, inputs, residual)
+    normed = (
+        rms_norm(x, weight, eps) if residual is None else add_rms_norm(residual, x, weight, eps)
+    )
+    return fp8.quantize_rows(normed, inputs)

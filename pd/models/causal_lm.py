@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd.kernels.attention import PlannedAttention
+    from pd.kernels.fp8 import Fp8Inputs, Fp8Rows
     from pd.models.config import ModelConfig
 
 # Names of tensors in a checkpoint.
@@ -65,19 +66,27 @@ class DecoderLayer(nn.Module):
         Returns:
             The residual stream and the MLP's update of these rows. The next layer adds the update.
         """
-        x = self.attention_norm.add_and_norm(hidden, update)
+        x = _add_and_norm(self.attention_norm, hidden, update, self.attention.fp8_inputs)
         attended = self.attention(x, cos_sin, attention, rows)
         if rows is not None:
             hidden = hidden.index_select(0, rows)
             if len(rows) == 0:
                 return hidden, attended
-        return hidden, self.mlp(self.mlp_norm.add_and_norm(hidden, attended))
+        return hidden, self.mlp(_add_and_norm(self.mlp_norm, hidden, attended, self.mlp.fp8_inputs))
 
     def list_tensors(self) -> NamedPlaces:
         yield from add_prefix("input_layernorm", self.attention_norm.list_tensors())
         yield from add_prefix("self_attn", self.attention.list_tensors())
         yield from add_prefix("post_attention_layernorm", self.mlp_norm.list_tensors())
         yield from add_prefix(self.mlp.checkpoint_name, self.mlp.list_tensors())
+
+
+def _add_and_norm(
+    norm: RMSNorm, residual: torch.Tensor, x: torch.Tensor | None, inputs: Fp8Inputs | None
+) -> torch.Tensor | Fp8Rows:
+    if inputs is None:
+        return norm.add_and_norm(residual, x)
+    return norm.add_and_quantize(residual, x, inputs)
 
 
 def make_default_mlp(config: ModelConfig, layer: int, tp: TensorParallel) -> MLP:

@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
-from pd.kernels.linear import gate_up_silu, linear
+from pd.kernels.linear import gate_up_silu, linear, silu_and_quantize
 from pd.kernels.moe import moe_mlp, route_tokens
-from pd.kernels.norm import add_rms_norm, rms_norm
+from pd.kernels.norm import add_rms_norm, rms_norm, rms_norm_fp8
 from pd.kernels.rope import compute_rotations, inverse_frequencies, rotate_and_store
 from pd.models.matrix import Matrix, make_parameter
 from pd.models.tensor_parallel import TensorParallel, WeightDestination
 
 if TYPE_CHECKING:
     from pd.kernels.attention import PlannedAttention
-    from pd.kernels.fp8 import Weight
+    from pd.kernels.fp8 import Fp8Inputs, Fp8Rows, Weight
     from pd.models.config import ModelConfig, QuantizationConfig
 
 NamedPlaces: TypeAlias = Iterator[tuple[str, WeightDestination]]
@@ -100,7 +100,7 @@ class Linear(nn.Module):
         """The fused weight, ``[sum of outputs, input_size]``."""
         return self.matrix.weight
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
         """``[tokens, input_size]`` to ``[tokens, sum of outputs]``."""
         return linear(x, self.weight, self.bias)
 
@@ -141,11 +141,11 @@ class ReducedLinear(Linear):
         )
         self._name, self._tp = name, tp
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
         """``[tokens, input_size]`` to ``[tokens, output_size]``, the same on all ranks."""
         return self._tp.all_reduce(self.compute_part(x))
 
-    def compute_part(self, x: torch.Tensor) -> torch.Tensor:
+    def compute_part(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
         """Compute this rank's summand of :meth:`forward`."""
         return super().forward(x)
 
@@ -177,12 +177,26 @@ class RMSNorm(nn.Module):
             return self.forward(residual)
         return add_rms_norm(residual, x, self.weight, self._eps)
 
+    def add_and_quantize(
+        self, residual: torch.Tensor, x: torch.Tensor | None, inputs: Fp8Inputs
+    ) -> Fp8Rows:
+        """Do :meth:`add_and_norm`, and convert the result to fp8."""
+        if x is None:
+            return rms_norm_fp8(residual, self.weight, self._eps, inputs)
+        return rms_norm_fp8(x, self.weight, self._eps, inputs, residual)
+
     def list_tensors(self) -> NamedPlaces:
         yield "weight", WeightDestination(self.weight)
 
 
 class AttentionLayer(nn.Module):
     """Base class of the first half of a layer."""
+
+    @property
+    def fp8_inputs(self) -> Fp8Inputs | None:
+        """How the norm before converts its result to fp8; None if :meth:`forward` needs it in the
+        model's dtype."""
+        return None
 
     @abstractmethod
     def forward(
@@ -195,7 +209,8 @@ class AttentionLayer(nn.Module):
         """Write the cache of all tokens, and attend them.
 
         Args:
-            x: ``[tokens, hidden_size]``.
+            x: ``[tokens, hidden_size]``; may also be :class:`pd.kernels.fp8.Fp8Rows` if
+                :attr:`fp8_inputs` is not None.
             cos_sin: from :meth:`Rotary.compute_rotations`.
             rows: int64, tokens to attend; None for all.
 
@@ -226,6 +241,7 @@ class Attention(AttentionLayer):
         super().__init__()
         self._layer, self._tp = layer, tp
         self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
+        self._hidden_size = config.hidden_size
         self._head_dim = config.head_dim
         q_size, kv_size = self._heads * self._head_dim, self._kv_heads * self._head_dim
         qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
@@ -252,16 +268,21 @@ class Attention(AttentionLayer):
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
+    @property
+    def fp8_inputs(self) -> Fp8Inputs | None:
+        return self.qkv.matrix.fp8_inputs
+
     def forward(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | Fp8Rows,
         cos_sin: torch.Tensor,
         attention: PlannedAttention,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend all tokens, or ``rows`` alone. K and V of all tokens are written."""
+        qkv = self.qkv.forward(x)
         q, k, v = rotate_and_store(
-            self.qkv(x).view(len(x), -1, self._head_dim),
+            qkv.view(len(qkv), -1, self._head_dim),
             self._heads,
             self._kv_heads,
             cos_sin,
@@ -274,11 +295,11 @@ class Attention(AttentionLayer):
         )
         if rows is not None and len(rows) == 0:
             # K and V of all ranks must be written before this layer is reported as done.
-            self._tp.barrier(x.device)
-            return x[:0]
+            self._tp.barrier(qkv.device)
+            return qkv.new_empty(0, self._hidden_size)
         if rows is not None and attention.last is not None:
             attention = attention.last
-            q, k, v = (x.index_select(0, rows) for x in (q, k, v))
+            q, k, v = (each.index_select(0, rows) for each in (q, k, v))
             rows = None
         attended = attention.attend(self._layer, q, k, v, self.sinks).flatten(1)
         return self.output.forward(attended if rows is None else attended.index_select(0, rows))
@@ -302,9 +323,16 @@ class MLP(nn.Module):
 
     checkpoint_name = "mlp"
 
+    @property
+    def fp8_inputs(self) -> Fp8Inputs | None:
+        """How the norm before converts its result to fp8; None if :meth:`forward` needs it in the
+        model's dtype."""
+        return None
+
     @abstractmethod
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[tokens, hidden_size]`` to a new tensor of that shape, the same on all ranks."""
+        """``[tokens, hidden_size]`` to a new tensor of that shape, the same on all ranks. ``x`` may
+        also be :class:`pd.kernels.fp8.Fp8Rows` if :attr:`fp8_inputs` is not None."""
 
     @abstractmethod
     def list_tensors(self) -> NamedPlaces:
@@ -326,12 +354,23 @@ class GatedMLP(MLP):
         self.gate_up = Linear(gate_up, hidden, bias, split=True, quantization=quantization)
         self.down = ReducedLinear("down_proj", hidden, size, bias, tp, quantization)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down.forward(gate_up_silu(x, self.gate_up.weight, self.gate_up.bias))
+    @property
+    def fp8_inputs(self) -> Fp8Inputs | None:
+        return self.gate_up.matrix.fp8_inputs
 
-    def compute_part(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
+        return self.down.forward(self._activate(x))
+
+    def compute_part(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
         """Compute this rank's summand of :meth:`forward`."""
-        return self.down.compute_part(gate_up_silu(x, self.gate_up.weight, self.gate_up.bias))
+        return self.down.compute_part(self._activate(x))
+
+    def _activate(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor | Fp8Rows:
+        """Return the inputs of the second product."""
+        inputs = self.down.matrix.fp8_inputs
+        if inputs is not None:
+            return silu_and_quantize(self.gate_up.forward(x), inputs)
+        return gate_up_silu(x, self.gate_up.weight, self.gate_up.bias)
 
     def list_tensors(self) -> NamedPlaces:
         yield from self.gate_up.list_tensors()

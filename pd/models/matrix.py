@@ -25,6 +25,11 @@ def make_parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Paramete
     return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
 
+def computes_wide(device: torch.device) -> bool:
+    """Whether the device has no products of fp8, so that weights have to be dequantized."""
+    return device.type == "cpu"
+
+
 class Matrix(nn.Module):
     """A matrix of one or several projections of the same input, or a stack of such matrices.
 
@@ -126,11 +131,17 @@ class Matrix(nn.Module):
         """The weight as the kernels take it, after :meth:`prepare_weights`."""
         return self.values if self._prepared is None else self._prepared
 
+    @property
+    def fp8_inputs(self) -> Fp8Inputs | None:
+        """How an operation before this product has to convert its result to fp8; None if it should
+        not. After :meth:`prepare_weights`."""
+        return self._inputs if isinstance(self._prepared, Fp8Weight) else None
+
     def prepare_weights(self) -> None:
         """Lay the weight out for the kernels, once it is loaded."""
         if self.scales is not None:
             weight = Fp8Weight(self.values, self.scales, self._rows, self._inputs)
-            if weight.values.device.type == "cpu":
+            if computes_wide(weight.values.device):
                 wide = weight.dequantize_weight()
                 del self.values, self.scales, weight
                 wide = wide if self._stack else pack_weight(wide)

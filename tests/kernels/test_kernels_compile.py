@@ -76,14 +76,19 @@ rows = {"x": "*bf16", "values": "*fp8e4nv", "scales": "*fp32"}
 numbers = dict.fromkeys("x_stride size width num_groups lead".split(), "i32")
 for span, rounds in ((128, True), (4096, False)):
     shape = {"GROUPS": 1024 // span or 1, "SPAN": span, "ROUNDS": rounds, "PDL": True}
-    compiled(fp8_triton._quantize_rows, rows, numbers, shape | {"input_scale": None})
+    shape |= {"input_scale": None}
+    for gated in (True, False):
+        compiled(fp8_triton._quantize_rows, rows, numbers, shape | {"GATED": gated})
+    normed = rows | {"residual": "*bf16", "weight": "*bf16"}
+    sizes = dict.fromkeys("size width num_groups".split(), "i32") | {"eps": "fp32"}
+    compiled(fp8_triton._rms_norm, normed, sizes, shape)
 given = {"x": "*fp8e4nv", "weight": "*fp8e4nv", "x_scales": "*fp32", "w_scales": "*fp32"}
 given |= {"out": "*bf16", "bias": "*bf16"}
 numbers = dict.fromkeys("num_rows outputs width num_groups".split(), "i32")
-for count, gated, group in itertools.product((1, 64, 128), (True, False), (0, 128)):
-    tile = fp8_triton._choose_tile(count, 4096, gated, group)
+for count, outputs, group in itertools.product((1, 64, 128), (4096, 28672), (0, 128)):
+    tile = fp8_triton._choose_tile(count, outputs, group)
     shape = {"ROWS": tile.rows, "OUTPUTS": tile.outputs, "DEPTH": tile.depth, "SHARED": 64}
-    shape |= {"GROUPED": group > 0, "GATED": gated, "EVEN": group > 0, "NEIGHBOURS": 16}
+    shape |= {"GROUPED": group > 0, "EVEN": group > 0, "NEIGHBOURS": 16}
     shape |= {"STAGES": tile.num_stages, "PDL": True}
     compiled(fp8_triton._multiply_rows, given, numbers, shape)
 del given["weight"], given["w_scales"], given["bias"], numbers["num_rows"]

@@ -18,6 +18,7 @@ from threaded_ranks import Threads, make_runner
 
 from pd.core.errors import UnsupportedModelError, UsageError
 from pd.kernels.fp8 import Fp8Inputs, WideWeight, convert_saturated, round_inputs
+from pd.models import matrix
 from pd.models.config_reader import parse_model_config, read_model_config
 from pd.models.layers import Linear
 from pd.models.loader import load_model
@@ -99,6 +100,21 @@ def test_two_ranks_equal_transformers(
     path, plain = fp8_checkpoint(architecture, kind)
     for sequences in Threads(2).run(lambda rank: generate_two(path, rank)):
         check_logits(sequences, plain, kind, parts=2)
+
+
+WEIGHTS_STAY = {("llama3", "block"), ("llama3", "static"), ("deepseek_v3", "block")}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind"), list_cases(WEIGHTS_STAY | {("qwen3_moe", "block")})
+)
+def test_logits_with_weights_that_stay_in_fp8(
+    fp8_checkpoint: Fp8Checkpoint, architecture: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: norms and activations convert their results for the products that follow."""
+    monkeypatch.setattr(matrix, "computes_wide", lambda _: False)
+    path, plain = fp8_checkpoint(architecture, kind)
+    check_logits(generate_two(path, max_chunk=5), plain, kind)
 
 
 PLAIN_MODULES = ("0.self_attn.o_proj", "1.mlp.down_proj", "2.self_attn.q_proj")
