@@ -1,6 +1,7 @@
 """The kernels for :mod:`pd.kernels.fp8`: conversion to fp8, and products of fp8 on tensor cores.
 
-We do not split the inputs over programs, so a row's result does not depend on the other rows,
+A product of few rows may not have weights that a kernel launched just before computes. We do not
+split the inputs over programs, so a row's result does not depend on the other rows,
 except on how many there are.
 """
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 MAX_CHANNEL_ROWS = 64
 # Row tiles that share a column's weights before the next column.
 _NEIGHBOURS = 16
+# Bytes of weights that a program with few rows requests before it waits.
+_PREFETCHED = 32768
 # Groups of inputs that a program converts.
 _GROUPS = 8
 
@@ -239,6 +242,20 @@ def sum_products(
     return sums, ups
 
 
+@triton.jit
+def _prefetch_rows(rows, width, LINES: tl.constexpr):
+    """Have the cache read the first LINES · 128 numbers of rows of fp8."""
+    shifts = tl.minimum(tl.arange(0, LINES) * 128, width - 1)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [(rows[:, None] + shifts[None, :]).to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
 @triton.jit(do_not_specialize=("num_rows",))
 def _multiply_rows(
     x,
@@ -258,11 +275,15 @@ def _multiply_rows(
     GROUPED: tl.constexpr,
     EVEN: tl.constexpr,
     NEIGHBOURS: tl.constexpr,
+    LINES: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """ROWS rows times OUTPUTS rows of the weight. SHARED of these have the same
-    scales."""
+    """ROWS rows times OUTPUTS rows of the weight. SHARED of these have the same scales.
+
+    Each program requests LINES lines of its weights before it waits for the kernel that computes
+    ``x``.
+    """
     start_next(PDL)
     across, down = tl.cdiv(outputs, OUTPUTS), tl.cdiv(num_rows, ROWS)
     above = tl.program_id(0) // (NEIGHBOURS * across) * NEIGHBOURS
@@ -272,6 +293,8 @@ def _multiply_rows(
     mine = within // height * OUTPUTS + tl.arange(0, OUTPUTS)
     w_rows = tl.minimum(mine, outputs - 1)
     has_row, has_output = rows < num_rows, mine < outputs
+    if PDL and LINES > 0:
+        _prefetch_rows(weight + w_rows.to(tl.int64) * width, width, LINES)
     wait_for_previous(PDL)
     sums, _ = sum_products(
         x + rows.to(tl.int64) * width,
@@ -410,6 +433,7 @@ def multiply_rows(
         GROUPED=group > 0,
         EVEN=width % tile.depth == 0,
         NEIGHBOURS=_NEIGHBOURS,
+        LINES=_PREFETCHED // (128 * tile.outputs) if tile.rows <= MAX_CHANNEL_ROWS else 0,
         STAGES=tile.num_stages,
         num_warps=tile.num_warps,
     )

@@ -88,7 +88,7 @@ numbers = dict.fromkeys("num_rows outputs width num_groups".split(), "i32")
 for count, outputs, group in itertools.product((1, 64, 128), (4096, 28672), (0, 128)):
     tile = fp8_triton._choose_tile(count, outputs, group)
     shape = {"ROWS": tile.rows, "OUTPUTS": tile.outputs, "DEPTH": tile.depth, "SHARED": 64}
-    shape |= {"GROUPED": group > 0, "EVEN": group > 0, "NEIGHBOURS": 16}
+    shape |= {"GROUPED": group > 0, "EVEN": group > 0, "NEIGHBOURS": 16, "LINES": 8}
     shape |= {"STAGES": tile.num_stages, "PDL": True}
     compiled(fp8_triton._multiply_rows, given, numbers, shape)
 del given["weight"], given["w_scales"], given["bias"], numbers["num_rows"]
