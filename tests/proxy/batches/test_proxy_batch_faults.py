@@ -46,10 +46,14 @@ class Host(NamedTuple):
         """A client whose connections may break."""
         return openai.OpenAI(base_url=f"{self.proxy.url}/v1", api_key="none", max_retries=5)
 
+    def list_contents(self) -> list[Path]:
+        """The contents of files on the disk."""
+        return list((self.storage / "files").iterdir())
+
     def read_written(self) -> set[str]:
         """The ids of the requests that have a whole line on the disk."""
         ids = set()
-        for path in (self.storage / "files").iterdir():
+        for path in self.list_contents():
             lines = path.read_bytes().split(b"\n")[:-1]
             results = [json.loads(line) for line in lines]
             ids |= {result["custom_id"] for result in results if "response" in result}
@@ -104,6 +108,11 @@ def test_a_killed_proxy_repeats_only_requests_without_a_result(
     wait_completed(host.client, batch, 7)
     host.node.wait_generate(10)
     host.proxy.kill()
+    (results,) = (path for path in host.list_contents() if b"batch_req_" in path.read_bytes())
+    with results.open("ab") as file:
+        file.write(
+            b'{"id":"batch_req_0","custom_id":"7","resp'
+        )  # a crash of the host may cut a line
     host.node.auto = True
     host.proxy.restart()
     batch = wait_ended(host.client, batch)
