@@ -1,5 +1,6 @@
-"""Models with sliding windows: tokens equal transformers' in unified and split deployments, with
-chunk boundaries inside windows, windows shorter than a page, cached prefixes and drafts."""
+"""Models with sliding windows, sinks or heads that are rotated in part: tokens equal transformers'
+in unified and split deployments, with chunk boundaries inside windows, windows shorter than a page,
+cached prefixes and drafts."""
 
 from __future__ import annotations
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _LISTED = {"use_sliding_window": True, "head_dim": 32}
+_PART = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+_QUARTER = {"partial_rotary_factor": 0.25}
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "every layer": ("mistral", {"sliding_window": 20}),
     "the last layer": (
@@ -52,6 +55,27 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "fused weights": ("phi3", {"sliding_window": 9}),
+    "fused weights, a quarter rotated": (
+        "phi3",
+        {"head_dim": 32, "num_key_value_heads": 1, "rope_parameters": {**_PART, **_QUARTER}},
+    ),
+    "fused weights, tied, as many heads": (
+        "phi3",
+        {"head_dim": 16, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    ),
+    "half rotated, without groups and norms": (
+        "glm4_moe",
+        {"n_group": 1, "use_qk_norm": False, "norm_topk_prob": False, "n_shared_experts": 2},
+    ),
+    "all rotated, without dense layers": (
+        "glm4_moe",
+        {"first_k_dense_replace": 0, "attention_bias": False, "rope_parameters": _PART},
+    ),
+    "a quarter rotated, of dense layers only": (
+        "glm4_moe",
+        {"first_k_dense_replace": 3, "rope_parameters": {**_PART, **_QUARTER}},
+    ),
 }
 PAGE_SIZES = [(1, 16), (16, 64), (64, 1)]
 SAMPLE = {
@@ -59,6 +83,8 @@ SAMPLE = {
     "listed layers": (64, 1),
     "sinks and experts with biases": (16, 64),
     "sinks in every layer": (1, 16),
+    "fused weights, a quarter rotated": (16, 64),
+    "all rotated, without dense layers": (64, 1),
 }
 
 
@@ -84,6 +110,8 @@ def test_tokens_equal_transformers(
         unified=1,
         chunked_prefill_size=24,
         speculative_algorithm="ngram",
+        # Some texts hardly repeat themselves, but the second turn repeats the first.
+        speculative_ngram_cache="on",
         speculative_adaptive="off",
         prefill_settings={"page_size": pages[0]},
         decode_settings={"page_size": pages[1]},
