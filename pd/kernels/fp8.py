@@ -25,6 +25,9 @@ LARGEST = 448.0
 _SMALLEST_SCALE = 1e-12 / LARGEST
 # Rows of matrices without groups are padded to a multiple of this, which tensor cores need.
 _ALIGNMENT = 16
+# Inputs, and outputs, of a block for which cuBLAS multiplies, on GPUs of this generation alone.
+_BLOCK = 128
+_BLOCKS_GENERATION = 9
 # GPUs with tensor cores for fp8, from Ada on.
 _CAPABILITY = (8, 9)
 
@@ -66,7 +69,9 @@ class Fp8Rows(NamedTuple):
 
     Attributes:
         values: fp8 ``[rows, width]`` in the padded layout.
-        scales: float32 ``[rows, num_groups]``.
+        scales: float32 ``[rows, num_groups]``, the scales of a group next to each other. If
+            ``stride(1)`` is more than the number of rows, memory of ``values`` and ``scales`` goes
+            on up to that many rows, whose contents do not matter.
         dtype: dtype of the inputs before, which results of products have.
     """
 
@@ -137,7 +142,8 @@ def quantize_rows(x: torch.Tensor, inputs: Fp8Inputs) -> Fp8Rows:
         scales = inputs.scale.expand(len(x), 1).contiguous()
     else:
         scales = compute_scales(groups.abs().amax(-1), inputs.rounds_scales)
-    return Fp8Rows(convert_saturated(groups / scales[..., None]).flatten(1), scales, x.dtype)
+    values = convert_saturated(groups / scales[..., None]).flatten(1)
+    return Fp8Rows(values, scales.t().contiguous().t(), x.dtype)
 
 
 def compute_scales(largest: torch.Tensor, rounds: bool = False) -> torch.Tensor:
@@ -191,8 +197,45 @@ def multiply_scaled(rows: Fp8Rows, weight: Fp8Weight, bias: torch.Tensor | None)
     by_row = functional.ScalingType.RowWise
     scales = weight.scales.view(1, -1)
     return functional.scaled_mm(
-        rows.values, weight.values.t(), rows.scales, by_row, scales, by_row, bias=bias
+        rows.values,
+        weight.values.t(),
+        rows.scales,
+        by_row,
+        scales,
+        by_row,
+        bias=bias,
+        use_fast_accum=True,
     )
+
+
+def can_multiply_blocks(rows: Fp8Rows, weight: Fp8Weight) -> bool:
+    """Whether :func:`multiply_blocks` supports these: whole blocks of 128 by 128, a number of rows
+    in memory that is a multiple of 4, and a result in bfloat16, on Hopper."""
+    outputs, _ = weight.values.shape
+    return (
+        rows.values.is_cuda
+        and torch.cuda.get_device_capability(rows.values.device)[0] == _BLOCKS_GENERATION
+        and rows.dtype == torch.bfloat16
+        and weight.rows == weight.inputs.group == _BLOCK
+        and outputs % _BLOCK == 0
+        and weight.inputs.num_groups % 4 == 0
+        and rows.scales.stride(1) % 4 == 0
+    )
+
+
+def multiply_blocks(rows: Fp8Rows, weight: Fp8Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    """Multiply with cuBLAS. Returns bfloat16 ``[rows, outputs]``."""
+    count, width = rows.values.shape
+    padded = rows.scales.stride(1)
+    out = functional.scaled_mm(
+        rows.values.as_strided((padded, width), (width, 1)),
+        weight.values.t(),
+        rows.scales.as_strided((padded, rows.scales.shape[1]), (1, padded)),
+        functional.ScalingType.BlockWise1x128,
+        weight.scales.t(),
+        functional.ScalingType.BlockWise128x128,
+    )[:count]
+    return out if bias is None else out.add_(bias)
 
 
 def multiply_fp8(

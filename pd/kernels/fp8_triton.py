@@ -26,10 +26,14 @@ if TYPE_CHECKING:
 
 # With more rows, torch's product with scales per row and channel is faster.
 MAX_CHANNEL_ROWS = 64
+# With more rows, cuBLAS is faster for weights with scales of blocks.
+MAX_BLOCK_ROWS = 16
 # Row tiles that share a column's weights before the next column.
 _NEIGHBOURS = 16
 # Bytes of weights that a program with few rows requests before it waits.
 _PREFETCHED = 32768
+# Rows with groups are allocated in multiples of this, which cuBLAS multiplies.
+_PADDED = 16
 # Groups of inputs that a program converts.
 _GROUPS = 8
 
@@ -87,12 +91,14 @@ def store_groups(
     row,
     width,
     num_groups,
+    stride,
     SPAN: tl.constexpr,
     ROUNDS: tl.constexpr,
 ):
     """Convert some groups of a row, float32 ``[groups, SPAN]``, to fp8, and store them.
 
-    SPAN is the size of a group, or more than the width of the row if it is a single group.
+    SPAN is the size of a group, or more than the width of the row if it is a single group. Scales
+    of a group are ``stride`` after those of the group before.
     """
     if input_scale is None:
         scale = compute_scales(tl.max(tl.abs(wide), 1), ROUNDS)
@@ -100,10 +106,10 @@ def store_groups(
         scale = tl.zeros(groups.shape, tl.float32) + tl.load(input_scale)
     divided = tl.div_rn(wide, tl.broadcast_to(scale[:, None], wide.shape))
     tl.store(values + row * width + places, saturate(divided), mask=places < width)
-    tl.store(scales + row * num_groups + groups, scale, mask=groups < num_groups)
+    tl.store(scales + groups.to(tl.int64) * stride + row, scale, mask=groups < num_groups)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("stride",))
 def _quantize_rows(
     x,
     input_scale,
@@ -113,6 +119,7 @@ def _quantize_rows(
     size,
     width,
     num_groups,
+    stride,
     lead,
     GROUPS: tl.constexpr,
     SPAN: tl.constexpr,
@@ -134,11 +141,22 @@ def _quantize_rows(
         up = tl.load(there + size, mask=has_input, other=0.0).to(tl.float32)
         wide = apply_gate(wide, up, x.dtype.element_ty).to(tl.float32)
     store_groups(
-        wide, places, groups, input_scale, values, scales, row, width, num_groups, SPAN, ROUNDS
+        wide,
+        places,
+        groups,
+        input_scale,
+        values,
+        scales,
+        row,
+        width,
+        num_groups,
+        stride,
+        SPAN,
+        ROUNDS,
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("stride",))
 def _rms_norm(
     x,
     residual,
@@ -150,6 +168,7 @@ def _rms_norm(
     size,
     width,
     num_groups,
+    stride,
     GROUPS: tl.constexpr,
     SPAN: tl.constexpr,
     ROUNDS: tl.constexpr,
@@ -174,7 +193,18 @@ def _rms_norm(
     wide = (wide * tl.rsqrt(square / size + eps)).to(dtype).to(tl.float32)
     normed = (wide * by_place).to(dtype).to(tl.float32)
     store_groups(
-        normed, places, groups, input_scale, values, scales, row, width, num_groups, SPAN, ROUNDS
+        normed,
+        places,
+        groups,
+        input_scale,
+        values,
+        scales,
+        row,
+        width,
+        num_groups,
+        stride,
+        SPAN,
+        ROUNDS,
     )
 
 
@@ -198,6 +228,7 @@ def sum_products(
     up_scale_shift,
     has_output,
     width,
+    stride,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -210,7 +241,8 @@ def sum_products(
     numbers further. Returns float32.
 
     GROUPED: DEPTH inputs share a scale, so we scale each product of them before we add it.
-    Otherwise, we scale sums. EVEN: whether ``width`` is a multiple of DEPTH.
+    Otherwise, we scale sums. ``stride``: from a group's scales of rows to the next group's.
+    EVEN: whether ``width`` is a multiple of DEPTH.
     """
     depth = tl.arange(0, DEPTH)[None, :]
     x_at, weight_at = x_at[:, None] + depth, weight_at[:, None] + depth
@@ -224,7 +256,8 @@ def sum_products(
         if GATED:
             u = _load_tile(weight_at + up_shift + start, w_mask, depth, width - start, EVEN)
         if GROUPED:
-            x_scale = tl.load(x_scale_at + step, mask=has_row, other=0.0)[:, None]
+            x_scale = tl.load(x_scale_at, mask=has_row, other=0.0)[:, None]
+            x_scale_at += stride
             scale = tl.load(scale_at + step)[None, :]
             sums += tl.dot(tile, tl.trans(w)) * (x_scale * scale)
             if GATED:
@@ -256,7 +289,7 @@ def _prefetch_rows(rows, width, LINES: tl.constexpr):
     )
 
 
-@triton.jit(do_not_specialize=("num_rows",))
+@triton.jit(do_not_specialize=("num_rows", "stride"))
 def _multiply_rows(
     x,
     x_scales,
@@ -268,6 +301,7 @@ def _multiply_rows(
     outputs,
     width,
     num_groups,
+    stride,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -298,7 +332,7 @@ def _multiply_rows(
     wait_for_previous(PDL)
     sums, _ = sum_products(
         x + rows.to(tl.int64) * width,
-        x_scales + rows.to(tl.int64) * num_groups,
+        x_scales + rows,
         has_row,
         weight + w_rows.to(tl.int64) * width,
         w_scales + w_rows // SHARED * num_groups,
@@ -306,6 +340,7 @@ def _multiply_rows(
         0,
         has_output,
         width,
+        stride,
         ROWS,
         OUTPUTS,
         DEPTH,
@@ -340,6 +375,7 @@ def quantize_rows(x: torch.Tensor, inputs: Fp8Inputs, is_gated: bool = False) ->
             inputs.size,
             inputs.width,
             inputs.num_groups,
+            rows.scales.stride(1),
             inputs.lead,
             GROUPS=count,
             SPAN=span,
@@ -383,6 +419,7 @@ def rms_norm(
             inputs.size,
             inputs.width,
             inputs.num_groups,
+            rows.scales.stride(1),
             GROUPS=count,
             SPAN=span,
             ROUNDS=inputs.rounds_scales,
@@ -393,9 +430,10 @@ def rms_norm(
 
 def _allocate_rows(count: int, inputs: Fp8Inputs, x: torch.Tensor) -> Fp8Rows:
     """Allocate rows in fp8 for numbers in the dtype of ``x``, on its device."""
-    values = torch.empty((count, inputs.width), dtype=FP8, device=x.device)
-    scales = torch.empty((count, inputs.num_groups), dtype=torch.float32, device=x.device)
-    return Fp8Rows(values, scales, x.dtype)
+    padded = -(-count // _PADDED) * _PADDED if inputs.group and count > 1 else count
+    values = torch.empty((padded, inputs.width), dtype=FP8, device=x.device)
+    scales = torch.empty((inputs.num_groups, padded), dtype=torch.float32, device=x.device)
+    return Fp8Rows(values[:count], scales.t()[:count], x.dtype)
 
 
 def multiply_rows(
@@ -426,6 +464,7 @@ def multiply_rows(
         outputs,
         width,
         weight.inputs.num_groups,
+        rows.scales.stride(1),
         ROWS=tile.rows,
         OUTPUTS=tile.outputs,
         DEPTH=tile.depth,

@@ -105,16 +105,17 @@ def _make_zero_bias(size: int, dtype: torch.dtype, device: torch.device) -> torc
 def _multiply_fp8(
     x: torch.Tensor | Fp8Rows, weight: fp8.Fp8Weight, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Compute :func:`linear`. With many rows, torch's kernel is faster if a row of the weight has
-    one scale."""
+    """Compute :func:`linear`. With more than a few rows, torch's kernels are faster."""
     rows = x if isinstance(x, fp8.Fp8Rows) else quantize_rows(x, weight.inputs)
     if not uses_triton(rows.values):
         return fp8.multiply_fp8(rows, weight, bias)
     from pd.kernels import fp8_triton
 
-    is_many = len(rows.values) > fp8_triton.MAX_CHANNEL_ROWS
-    if is_many and fp8.can_multiply_scaled(rows, weight):
+    count = len(rows.values)
+    if count > fp8_triton.MAX_CHANNEL_ROWS and fp8.can_multiply_scaled(rows, weight):
         return fp8.multiply_scaled(rows, weight, bias)
+    if count > fp8_triton.MAX_BLOCK_ROWS and fp8.can_multiply_blocks(rows, weight):
+        return fp8.multiply_blocks(rows, weight, bias)
     return fp8_triton.multiply_rows(rows, weight, bias)
 
 

@@ -30,7 +30,7 @@ def _choose_tile(rows_per_expert: float, is_gated: bool) -> Fp8Tile:
     return Fp8Tile(128, 64 if is_gated else 128, 128, 8, 3)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("stride",))
 def _multiply_blocks(
     x,
     x_scales,
@@ -43,6 +43,7 @@ def _multiply_blocks(
     outputs,
     width,
     num_groups,
+    stride,
     TOP_K: tl.constexpr,
     EXPERTS: tl.constexpr,
     EXPERTS_BLOCK: tl.constexpr,
@@ -81,7 +82,7 @@ def _multiply_blocks(
         scale_shifts = w_rows // SHARED * num_groups
         sums, ups = sum_products(
             x + source * width,
-            x_scales + source * num_groups,
+            x_scales + source,
             has_row,
             matrices + (first_row + w_rows) * width,
             scales + first_scale + scale_shifts,
@@ -89,6 +90,7 @@ def _multiply_blocks(
             (outputs + w_rows) // SHARED * num_groups - scale_shifts,
             has_output,
             width,
+            stride,
             ROWS,
             OUTPUTS,
             DEPTH,
@@ -143,6 +145,7 @@ def moe_mlp(
             outputs,
             width,
             matrices.inputs.num_groups,
+            rows.scales.stride(1),
             TOP_K=top_k,
             EXPERTS=experts,
             EXPERTS_BLOCK=triton.next_power_of_2(experts),

@@ -24,9 +24,11 @@ from pd.kernels.fp8 import (
     Fp8Inputs,
     Fp8Rows,
     Fp8Weight,
+    can_multiply_blocks,
     can_multiply_scaled,
     compute_scales,
     dequantize_rows,
+    multiply_blocks,
     multiply_fp8,
     multiply_scaled,
     quantize_rows,
@@ -242,8 +244,55 @@ def test_torch_multiplies_with_a_scale_for_each_row() -> None:
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("tokens", [17, 33, 64, 65, 1001])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_cublas_multiplies_blocks_on_a_gpu(tokens: int, has_bias: bool) -> None:
+    from pd.kernels import fp8_triton
+
+    random = seeded()
+    inputs = Fp8Inputs(1000, 128)
+    weight = move_weight(make_weight(random, 384, inputs))
+    x = normal(random, tokens, inputs.size).bfloat16()
+    # Rows differ much, so that scales of other rows would be seen.
+    x *= 10 ** (4 * torch.rand(tokens, 1, generator=random) - 2).bfloat16()
+    bias = normal(random, 384).bfloat16() if has_bias else None
+    rows = fp8_triton.quantize_rows(x.to(DEVICE), inputs)
+    assert can_multiply_blocks(rows, weight)
+    assert not can_multiply_blocks(move_rows(rows, "cpu"), weight)
+    assert not can_multiply_blocks(rows._replace(dtype=torch.float16), weight)
+    for outputs, shared in ((385, 128), (384, 64)):
+        other = move_weight(make_weight(random, outputs, inputs, shared))
+        assert not can_multiply_blocks(rows, other)
+    out = multiply_blocks(rows, weight, None if bias is None else bias.to(DEVICE))
+    assert out.shape == (tokens, 384)
+    assert out.is_contiguous()
+    here = Fp8Weight(weight.values.cpu(), weight.scales.cpu(), 128, inputs)
+    expected = multiply_exactly(rows, here, None if bias is None else bias.double())
+    for row in range(tokens):
+        assert_near(out[row], expected[row], 1e-2)
+
+
+def test_scales_of_a_group_are_next_to_each_other() -> None:
+    from pd.kernels import fp8_triton
+
+    skip_unless_interpreter_works()
+    inputs = INPUTS["tail"]
+    for tokens in (1, 7, 33):
+        x = normal(seeded(), tokens, inputs.size)
+        found = fp8_triton.quantize_rows(x.to(DEVICE), inputs)
+        expected = quantize_rows(x, inputs)
+        for rows in (found, expected):
+            assert tokens == 1 or rows.scales.stride(0) == 1
+            assert rows.values.is_contiguous()
+        assert torch.equal(found.scales.cpu(), expected.scales)
+        padded = found.scales.stride(1)
+        assert padded == (1 if tokens == 1 else -(-tokens // 16) * 16)
+        assert found.values.untyped_storage().nbytes() == padded * inputs.width
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 @pytest.mark.parametrize("group", [0, 128])
-@pytest.mark.parametrize("tokens", [1, 16, 17, 64, 65, 200, 2048])
+@pytest.mark.parametrize("tokens", [1, 16, 17, 33, 64, 65, 200, 1001, 2048])
 @pytest.mark.parametrize(
     ("outputs", "size"), [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (704, 1408)]
 )

@@ -73,18 +73,18 @@ for gated, dtype in itertools.product((True, False), ("bf16", "fp16", "fp32")):
     constants = shape | tile | {"GATED": gated, "UNPACK": dtype == "fp32"}
     compiled(moe_triton._multiply_blocks, experts | halves, numbers, constants)
 rows = {"x": "*bf16", "values": "*fp8e4nv", "scales": "*fp32"}
-numbers = dict.fromkeys("x_stride size width num_groups lead".split(), "i32")
+numbers = dict.fromkeys("x_stride size width num_groups stride lead".split(), "i32")
 for span, rounds in ((128, True), (4096, False)):
     shape = {"GROUPS": 1024 // span or 1, "SPAN": span, "ROUNDS": rounds, "PDL": True}
     shape |= {"input_scale": None}
     for gated in (True, False):
         compiled(fp8_triton._quantize_rows, rows, numbers, shape | {"GATED": gated})
     normed = rows | {"residual": "*bf16", "weight": "*bf16"}
-    sizes = dict.fromkeys("size width num_groups".split(), "i32") | {"eps": "fp32"}
+    sizes = dict.fromkeys("size width num_groups stride".split(), "i32") | {"eps": "fp32"}
     compiled(fp8_triton._rms_norm, normed, sizes, shape)
 given = {"x": "*fp8e4nv", "weight": "*fp8e4nv", "x_scales": "*fp32", "w_scales": "*fp32"}
 given |= {"out": "*bf16", "bias": "*bf16"}
-numbers = dict.fromkeys("num_rows outputs width num_groups".split(), "i32")
+numbers = dict.fromkeys("num_rows outputs width num_groups stride".split(), "i32")
 for count, outputs, group in itertools.product((1, 64, 128), (4096, 28672), (0, 128)):
     tile = fp8_triton._choose_tile(count, outputs, group)
     shape = {"ROWS": tile.rows, "OUTPUTS": tile.outputs, "DEPTH": tile.depth, "SHARED": 64}
