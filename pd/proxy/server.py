@@ -364,7 +364,8 @@ class Proxy:
         await self._pool.close()
         self._sockets.close()
         self._background.close()
-        await asyncio.to_thread(self._close_storage)
+        # On this thread, because nothing can begin on another one while a program ends.
+        self._close_storage()
         if self._trace is not None:
             await asyncio.to_thread(self._trace.close)
 

@@ -95,10 +95,17 @@ def interrupt() -> None:
         say("lost", error.message)
     llm.close()
     say("children", *list_children())
-    # The last one measures the run delay of any process of pd.
-    names = {thread.name for thread in threading.enumerate()} - {"MainThread", "pd-run-delay"}
-    say("threads", *sorted(names))
+    deadline = time.monotonic() + 10
+    while list_threads() and time.monotonic() < deadline:  # they have been told to end
+        time.sleep(0.01)
+    say("threads", *list_threads())
     say("directories", *Path(os.environ["TMPDIR"]).glob("pd-*"))
+
+
+def list_threads() -> list[str]:
+    """The last one measures the run delay of any process of pd."""
+    names = {thread.name for thread in threading.enumerate()}
+    return sorted(names - {"MainThread", "pd-run-delay"})
 
 
 def close() -> None:
