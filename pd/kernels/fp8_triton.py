@@ -19,7 +19,12 @@ import triton.language as tl
 
 from pd.kernels.activation_triton import apply_gate
 from pd.kernels.fp8 import FP8, Fp8Rows
-from pd.kernels.triton_launch import launch_kernel, start_next, wait_for_previous
+from pd.kernels.triton_launch import (
+    launch_kernel,
+    start_next,
+    wait_for_previous,
+    zero_after_previous,
+)
 
 if TYPE_CHECKING:
     from pd.kernels.fp8 import Fp8Inputs, Fp8Weight
@@ -27,7 +32,7 @@ if TYPE_CHECKING:
 # With more rows, torch's product with scales per row and channel is faster.
 MAX_CHANNEL_ROWS = 64
 # With more rows, cuBLAS is faster for weights with scales of blocks.
-MAX_BLOCK_ROWS = 16
+MAX_BLOCK_ROWS = 1
 # Row tiles that share a column's weights before the next column.
 _NEIGHBOURS = 16
 # Bytes of weights that a program with few rows requests before it waits.
@@ -54,12 +59,19 @@ def _choose_tile(rows: int, outputs: int, group: int) -> Fp8Tile:
     """Choose a tile. With few rows the product is a stream of weights."""
     if rows <= 16:
         if group:
-            return Fp8Tile(16, 32 if outputs <= 4096 else 64, group, 4, 9)
-        return Fp8Tile(16, 32, 512, 4, 4) if outputs <= 4096 else Fp8Tile(16, 64, 256, 4, 6)
+            return Fp8Tile(16, 32, group, 4, 5)
+        if outputs > 8192:
+            return Fp8Tile(16, 64, 256, 4, 5)
+        return Fp8Tile(16, 32, 256, 4, 5) if outputs <= 4096 else Fp8Tile(16, 32, 512, 4, 4)
     depth = group or 128
     if rows <= 64:
-        return Fp8Tile(64, 32 if outputs <= 8192 else 64, depth, 4, 5)
+        if group:
+            return Fp8Tile(64, 32 if outputs <= 8192 else 64, group, 4, 5)
+        return Fp8Tile(64, 32, 256, 4, 4) if outputs <= 8192 else Fp8Tile(64, 128, 128, 4, 4)
     return Fp8Tile(64 if rows <= 128 else 128, 128, depth, 4 if rows <= 128 else 8, 3)
+
+
+_ROW_TILE = Fp8Tile(1, 8, 1024, 4, 4)
 
 
 @triton.jit
@@ -355,6 +367,73 @@ def _multiply_rows(
     tl.store(there, sums.to(out.dtype.element_ty), mask=has_row[:, None] & has_output[None, :])
 
 
+@triton.jit(do_not_specialize=("num_rows", "stride"))
+def _multiply_row(
+    x,
+    x_scales,
+    weight,
+    w_scales,
+    bias,
+    out,
+    num_rows,
+    outputs,
+    width,
+    num_groups,
+    stride,
+    OUTPUTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SHARED: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """OUTPUTS outputs of the only row, without tensor cores. If there are groups, the outputs have
+    the same scales.
+
+    The loop requests its first weights before it waits, as in :mod:`pd.kernels.linear_triton`.
+    """
+    start_next(PDL)
+    first = tl.program_id(0) * OUTPUTS
+    mine = first + tl.arange(0, OUTPUTS)
+    rows = tl.minimum(mine, outputs - 1)
+    depth = tl.arange(0, DEPTH)
+    weight += rows.to(tl.int64)[:, None] * width + depth[None, :]
+    group_scales = w_scales + first // SHARED * num_groups
+    sums = tl.zeros([OUTPUTS, DEPTH], tl.float32)
+    zero = 0
+    whole = width // DEPTH * DEPTH
+    for start in tl.range(0, whole, DEPTH, num_stages=STAGES):
+        w = tl.load(weight + start, eviction_policy="evict_first")
+        if num_rows > 0:
+            if start == 0:
+                zero = zero_after_previous(PDL)
+            at = tl.multiple_of(start + zero, 16) + depth
+            tile = tl.load(x + at).to(tl.float32)
+            if GROUP > 0:
+                group = at // GROUP
+                tile *= tl.load(x_scales + group * stride) * tl.load(group_scales + group)
+        else:
+            tile = tl.zeros([DEPTH], tl.float32)
+        sums += w.to(tl.float32) * tile[None, :]
+    if whole < width:
+        wait_for_previous(PDL)
+        at = whole + depth
+        mask = at < width
+        tile = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+        if GROUP > 0:
+            group = at // GROUP
+            scale = tl.load(x_scales + group * stride, mask=mask, other=0.0)
+            tile *= scale * tl.load(group_scales + group, mask=mask, other=0.0)
+        w = tl.load(weight + whole, mask=mask[None, :], other=0.0)
+        sums += w.to(tl.float32) * tile[None, :]
+    result = tl.sum(sums, 1)
+    if GROUP == 0:
+        result *= tl.load(x_scales) * tl.load(w_scales + rows // SHARED)
+    if bias is not None:
+        result += tl.load(bias + rows).to(tl.float32)
+    tl.store(out + mine, result.to(out.dtype.element_ty), mask=mine < outputs)
+
+
 def quantize_rows(x: torch.Tensor, inputs: Fp8Inputs, is_gated: bool = False) -> Fp8Rows:
     """:func:`pd.kernels.fp8.quantize_rows`, or :func:`silu_and_quantize`."""
     if x.stride(-1) != 1:
@@ -430,7 +509,7 @@ def rms_norm(
 
 def _allocate_rows(count: int, inputs: Fp8Inputs, x: torch.Tensor) -> Fp8Rows:
     """Allocate rows in fp8 for numbers in the dtype of ``x``, on its device."""
-    padded = -(-count // _PADDED) * _PADDED if inputs.group and count > 1 else count
+    padded = -(-count // _PADDED) * _PADDED if inputs.group else count
     values = torch.empty((padded, inputs.width), dtype=FP8, device=x.device)
     scales = torch.empty((inputs.num_groups, padded), dtype=torch.float32, device=x.device)
     return Fp8Rows(values[:count], scales.t()[:count], x.dtype)
@@ -473,6 +552,49 @@ def multiply_rows(
         EVEN=width % tile.depth == 0,
         NEIGHBOURS=_NEIGHBOURS,
         LINES=_PREFETCHED // (128 * tile.outputs) if tile.rows <= MAX_CHANNEL_ROWS else 0,
+        STAGES=tile.num_stages,
+        num_warps=tile.num_warps,
+    )
+    return out
+
+
+def can_multiply_row(rows: Fp8Rows, weight: Fp8Weight) -> bool:
+    """Whether :func:`multiply_row` supports these: one row, in groups."""
+    return (
+        len(rows.values) == 1 and weight.inputs.group > 0 and weight.rows % _ROW_TILE.outputs == 0
+    )
+
+
+def multiply_row(
+    rows: Fp8Rows, weight: Fp8Weight, bias: torch.Tensor | None, tile: Fp8Tile | None = None
+) -> torch.Tensor:
+    """Compute :func:`pd.kernels.linear.linear` of one row in fp8, without tensor cores.
+
+    Args:
+        tile: of one row. If there are groups, ``weight.rows`` must be a multiple of its outputs.
+    """
+    values, tile = weight.values, tile or _ROW_TILE
+    outputs, width = values.shape
+    out = torch.empty((1, outputs), dtype=rows.dtype, device=values.device)
+    launch_kernel(
+        _multiply_row,
+        (triton.cdiv(outputs, tile.outputs),),
+        values.device,
+        rows.values,
+        rows.scales,
+        values,
+        weight.scales,
+        bias,
+        out,
+        1,
+        outputs,
+        width,
+        weight.inputs.num_groups,
+        rows.scales.stride(1),
+        OUTPUTS=tile.outputs,
+        DEPTH=tile.depth,
+        SHARED=weight.rows,
+        GROUP=weight.inputs.group,
         STAGES=tile.num_stages,
         num_warps=tile.num_warps,
     )

@@ -116,6 +116,8 @@ def _multiply_fp8(
         return fp8.multiply_scaled(rows, weight, bias)
     if count > fp8_triton.MAX_BLOCK_ROWS and fp8.can_multiply_blocks(rows, weight):
         return fp8.multiply_blocks(rows, weight, bias)
+    if fp8_triton.can_multiply_row(rows, weight):
+        return fp8_triton.multiply_row(rows, weight, bias)
     return fp8_triton.multiply_rows(rows, weight, bias)
 
 

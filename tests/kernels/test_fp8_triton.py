@@ -227,6 +227,31 @@ def test_products(
     assert_near(out, expected, max(error, 2e-3))
 
 
+@DTYPE
+@KIND
+@pytest.mark.parametrize("outputs", [48, 300])
+@pytest.mark.parametrize("depth", [256, 2048])
+def test_products_of_one_row(
+    inputs: Fp8Inputs, outputs: int, depth: int, dtype: torch.dtype, error: float
+) -> None:
+    from pd.kernels import fp8_triton
+
+    skip_unless_interpreter_works()
+    random = seeded()
+    bias = normal(random, outputs).to(dtype) if outputs == 300 else None
+    weight = make_weight(random, outputs, inputs, 16 if inputs.group and outputs == 48 else None)
+    rows = quantize_rows(normal(random, 1, inputs.size).to(dtype), inputs)
+    expected = multiply_exactly(rows, weight, None if bias is None else bias.double())
+    out = fp8_triton.multiply_row(
+        move_rows(rows, DEVICE),
+        move_weight(weight),
+        None if bias is None else bias.to(DEVICE),
+        fp8_triton.Fp8Tile(1, 8, depth, 4, 4),
+    )
+    assert out.dtype == dtype
+    assert_near(out, expected, error)
+
+
 def test_torch_multiplies_with_a_scale_for_each_row() -> None:
     random = seeded()
     inputs = INPUTS["channel"]
@@ -286,7 +311,7 @@ def test_scales_of_a_group_are_next_to_each_other() -> None:
             assert rows.values.is_contiguous()
         assert torch.equal(found.scales.cpu(), expected.scales)
         padded = found.scales.stride(1)
-        assert padded == (1 if tokens == 1 else -(-tokens // 16) * 16)
+        assert padded == -(-tokens // 16) * 16
         assert found.values.untyped_storage().nbytes() == padded * inputs.width
 
 

@@ -91,6 +91,11 @@ for count, outputs, group in itertools.product((1, 64, 128), (4096, 28672), (0, 
     shape |= {"GROUPED": group > 0, "EVEN": group > 0, "NEIGHBOURS": 16, "LINES": 8}
     shape |= {"STAGES": tile.num_stages, "PDL": True}
     compiled(fp8_triton._multiply_rows, given, numbers, shape)
+tile = fp8_triton._ROW_TILE
+shape = {"OUTPUTS": tile.outputs, "DEPTH": tile.depth, "STAGES": tile.num_stages, "PDL": True}
+for group in (0, 128):
+    shape |= {"SHARED": 128 if group else 1, "GROUP": group}
+    compiled(fp8_triton._multiply_row, given, numbers, shape)
 del given["weight"], given["w_scales"], given["bias"], numbers["num_rows"]
 given |= {"matrices": "*fp8e4nv", "scales": "*fp32", "starts": "*i32", "order": "*i32"}
 given |= {"weights": "*bf16"}
@@ -112,3 +117,4 @@ def test_kernels_of_drafts_compile() -> None:
     assert ran.stdout.split().count("paged_attention") == 9
     assert ran.stdout.split().count("_multiply_blocks") == 18
     assert ran.stdout.split().count("_multiply_rows") == 12
+    assert ran.stdout.split().count("_multiply_row") == 2
