@@ -39,6 +39,8 @@ _NEIGHBOURS = 16
 _PREFETCHED = 32768
 # Rows with groups are allocated in multiples of this, which cuBLAS multiplies.
 _PADDED = 16
+# Most warps of a program that converts a whole row, of 512 inputs each if it can.
+_QUANTIZE_WARPS = 32
 # Groups of inputs that a program converts.
 _GROUPS = 8
 
@@ -93,6 +95,17 @@ def compute_scales(largest, ROUNDS: tl.constexpr):
 
 
 @triton.jit
+def divide_rows(x, scales):
+    """Divide each row by its scale. The result is rounded once, as by a division, because the
+    remainder of the first quotient is exact; but a number costs three operations."""
+    inverse = tl.div_rn(tl.full(scales.shape, 1.0, tl.float32), scales)
+    inverse = tl.broadcast_to(inverse[:, None], x.shape)
+    quotient = x * inverse
+    remainder = tl.fma(-quotient, tl.broadcast_to(scales[:, None], x.shape), x)
+    return tl.fma(remainder, inverse, quotient)
+
+
+@triton.jit
 def store_groups(
     wide,
     places,
@@ -114,9 +127,10 @@ def store_groups(
     """
     if input_scale is None:
         scale = compute_scales(tl.max(tl.abs(wide), 1), ROUNDS)
-    else:
+        divided = divide_rows(wide, scale)
+    else:  # numbers may be beyond the range of float32 when they are divided
         scale = tl.zeros(groups.shape, tl.float32) + tl.load(input_scale)
-    divided = tl.div_rn(wide, tl.broadcast_to(scale[:, None], wide.shape))
+        divided = tl.div_rn(wide, tl.broadcast_to(scale[:, None], wide.shape))
     tl.store(values + row * width + places, saturate(divided), mask=places < width)
     tl.store(scales + groups.to(tl.int64) * stride + row, scale, mask=groups < num_groups)
 
@@ -460,7 +474,7 @@ def quantize_rows(x: torch.Tensor, inputs: Fp8Inputs, is_gated: bool = False) ->
             SPAN=span,
             ROUNDS=inputs.rounds_scales,
             GATED=is_gated,
-            num_warps=max(1, min(16, count * span // 512)),
+            num_warps=max(1, min(_QUANTIZE_WARPS, count * span // 512)),
         )
     return rows
 
