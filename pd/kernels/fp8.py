@@ -9,6 +9,7 @@ rows of weights are padded to whole groups. So no kernel checks the bounds of a 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -206,6 +207,33 @@ def multiply_scaled(rows: Fp8Rows, weight: Fp8Weight, bias: torch.Tensor | None)
         bias=bias,
         use_fast_accum=True,
     )
+
+
+def can_multiply_values(rows: Fp8Rows, weight: Fp8Weight) -> bool:
+    """Whether :func:`multiply_values` supports these: a scale for each row of the weight."""
+    is_aligned = weight.values.shape[0] % _ALIGNMENT == 0
+    return not weight.inputs.group and weight.rows == 1 and is_aligned
+
+
+def multiply_values(rows: Fp8Rows, weight: Fp8Weight) -> torch.Tensor:
+    """Multiply values without their scales in cuBLAS. Returns float32 ``[rows, outputs]``."""
+    whole = functional.ScalingType.TensorWise
+    one = _make_one(rows.values.device)
+    return functional.scaled_mm(
+        rows.values,
+        weight.values.t(),
+        one,
+        whole,
+        one,
+        whole,
+        output_dtype=torch.float32,
+        use_fast_accum=True,
+    )
+
+
+@functools.cache
+def _make_one(device: torch.device) -> torch.Tensor:
+    return torch.ones((), device=device)
 
 
 def can_multiply_blocks(rows: Fp8Rows, weight: Fp8Weight) -> bool:

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 # With more rows, torch's product with scales per row and channel is faster.
 MAX_CHANNEL_ROWS = 64
+# With more rows, torch's product with scales is faster than one without for :func:`scale_sums`, if
+# there are no more outputs than inputs.
+MAX_SUM_ROWS = 256
 # With more rows, cuBLAS is faster for weights with scales of blocks.
 MAX_BLOCK_ROWS = 1
 # Row tiles that share a column's weights before the next column.
@@ -448,6 +451,24 @@ def _multiply_row(
     tl.store(out + mine, result.to(out.dtype.element_ty), mask=mine < outputs)
 
 
+@triton.jit
+def _scale_sums(
+    sums, x_scales, w_scales, bias, out, outputs, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """BLOCK outputs of a row."""
+    start_next(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < outputs
+    scale = tl.load(w_scales + columns, mask=mask, other=0.0)
+    wait_for_previous(PDL)
+    result = tl.load(sums + row * outputs + columns, mask=mask, other=0.0)
+    result *= scale * tl.load(x_scales + row)
+    if bias is not None:
+        result += tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * outputs + columns, result.to(out.dtype.element_ty), mask=mask)
+
+
 def quantize_rows(x: torch.Tensor, inputs: Fp8Inputs, is_gated: bool = False) -> Fp8Rows:
     """:func:`pd.kernels.fp8.quantize_rows`, or :func:`silu_and_quantize`."""
     if x.stride(-1) != 1:
@@ -569,6 +590,31 @@ def multiply_rows(
         STAGES=tile.num_stages,
         num_warps=tile.num_warps,
     )
+    return out
+
+
+def scale_sums(
+    sums: torch.Tensor, rows: Fp8Rows, weight: Fp8Weight, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Turn float32 ``[rows, outputs]`` of :func:`pd.kernels.fp8.multiply_values` into results of
+    :func:`pd.kernels.linear.linear`."""
+    count, outputs = sums.shape
+    out = torch.empty((count, outputs), dtype=rows.dtype, device=sums.device)
+    block = 1024
+    if count:
+        launch_kernel(
+            _scale_sums,
+            (count, triton.cdiv(outputs, block)),
+            sums.device,
+            sums,
+            rows.scales,
+            weight.scales,
+            bias,
+            out,
+            outputs,
+            BLOCK=block,
+            num_warps=4,
+        )
     return out
 
 

@@ -112,6 +112,12 @@ def _multiply_fp8(
     from pd.kernels import fp8_triton
 
     count = len(rows.values)
+    if (
+        0 < count <= fp8_triton.MAX_SUM_ROWS
+        and rows.values.shape[1] >= len(weight.values)
+        and fp8.can_multiply_values(rows, weight)
+    ):
+        return fp8_triton.scale_sums(fp8.multiply_values(rows, weight), rows, weight, bias)
     if count > fp8_triton.MAX_CHANNEL_ROWS and fp8.can_multiply_scaled(rows, weight):
         return fp8.multiply_scaled(rows, weight, bias)
     if count > fp8_triton.MAX_BLOCK_ROWS and fp8.can_multiply_blocks(rows, weight):

@@ -26,11 +26,13 @@ from pd.kernels.fp8 import (
     Fp8Weight,
     can_multiply_blocks,
     can_multiply_scaled,
+    can_multiply_values,
     compute_scales,
     dequantize_rows,
     multiply_blocks,
     multiply_fp8,
     multiply_scaled,
+    multiply_values,
     quantize_rows,
 )
 from pd.kernels.linear import linear
@@ -266,6 +268,32 @@ def test_torch_multiplies_with_a_scale_for_each_row() -> None:
     out = multiply_scaled(move_rows(rows, DEVICE), move_weight(weight), bias.to(DEVICE))
     assert out.dtype == torch.bfloat16
     assert_near(out, expected, 1.5e-2)
+
+
+@DTYPE
+@pytest.mark.parametrize("tokens", [0, 1, 33])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_sums_of_torch_are_scaled(
+    tokens: int, has_bias: bool, dtype: torch.dtype, error: float
+) -> None:
+    from pd.kernels import fp8_triton
+
+    skip_unless_interpreter_works()
+    random = seeded()
+    inputs = INPUTS["wide"]
+    weight = make_weight(random, 1040, inputs)
+    bias = normal(random, 1040).to(dtype) if has_bias else None
+    rows = quantize_rows(normal(random, tokens, inputs.size).to(dtype), inputs)
+    assert can_multiply_values(rows, weight)
+    assert not can_multiply_values(rows, make_weight(random, 1041, inputs))
+    assert not can_multiply_values(rows, make_weight(random, 1040, INPUTS["block"]))
+    expected = multiply_exactly(rows, weight, None if bias is None else bias.double())
+    there, moved = move_rows(rows, DEVICE), move_weight(weight)
+    out = fp8_triton.scale_sums(
+        multiply_values(there, moved), there, moved, None if bias is None else bias.to(DEVICE)
+    )
+    assert out.dtype == dtype
+    assert_near(out, expected, max(error, 2e-3))
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")

@@ -96,6 +96,9 @@ shape = {"OUTPUTS": tile.outputs, "DEPTH": tile.depth, "STAGES": tile.num_stages
 for group in (0, 128):
     shape |= {"SHARED": 128 if group else 1, "GROUP": group}
     compiled(fp8_triton._multiply_row, given, numbers, shape)
+scaled = dict.fromkeys("sums x_scales w_scales".split(), "*fp32")
+scaled |= {"out": "*bf16", "bias": "*bf16"}
+compiled(fp8_triton._scale_sums, scaled, {"outputs": "i32"}, {"BLOCK": 1024, "PDL": True})
 del given["weight"], given["w_scales"], given["bias"], numbers["num_rows"]
 given |= {"matrices": "*fp8e4nv", "scales": "*fp32", "starts": "*i32", "order": "*i32"}
 given |= {"weights": "*bf16"}
