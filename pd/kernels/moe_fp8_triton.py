@@ -14,7 +14,7 @@ import triton.language as tl
 
 from pd.kernels.activation_triton import apply_gate
 from pd.kernels.fp8_triton import Fp8Tile, quantize_rows, sum_products
-from pd.kernels.moe_triton import find_block, sort_by_expert
+from pd.kernels.moe_triton import find_block, sort_by_expert, sum_experts
 from pd.kernels.triton_launch import launch_kernel, start_next, wait_for_previous
 
 if TYPE_CHECKING:
@@ -163,4 +163,4 @@ def moe_mlp(
 
     inner = multiply(quantize_rows(x, gate_up.inputs), gate_up, size, True)
     results = multiply(quantize_rows(inner, down.inputs), down, hidden, False)
-    return results.view(tokens, top_k, hidden).sum(dim=1)
+    return sum_experts(results, top_k)

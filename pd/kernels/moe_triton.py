@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pd.kernels.mxfp4 import Mxfp4Weight
 
 _SORT_CHUNK = 1024
+_SUM_BLOCK = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,21 @@ def _choose_tile(rows_per_expert: float, dtype: torch.dtype) -> _Tile:
         return _Tile(16, 64, 128, 4, 4)
     if rows_per_expert <= 96:
         return _Tile(64, 64, 64, 4, 4)
+    return _Tile(128, 128, 64, 8, 3)
+
+
+def _choose_mxfp4_tile(rows_per_expert: float) -> _Tile:
+    """:func:`_choose_tile` for MXFP4 and half precision.
+
+    With few rows, two warps, for which the compiler uses products of registers (``mma``). For a
+    group of four warps it would use ``wgmma`` and copy weights in pieces of 4 bytes.
+    """
+    if rows_per_expert <= 1:
+        return _Tile(8, 32, 256, 2, 4)
+    if rows_per_expert <= 16:
+        return _Tile(16, 64, 256, 2, 4)
+    if rows_per_expert <= 96:
+        return _Tile(64, 64, 128, 4, 4)
     return _Tile(128, 128, 64, 8, 3)
 
 
@@ -164,27 +180,43 @@ def _sum_mxfp4_products(
     has_row,
     block_rows,
     scale_rows,
+    scale_step,
     has_column,
-    inputs,
+    groups,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Rows of ``x``, in half precision, times rows of a matrix in MXFP4. The compiler unpacks it in
-    registers."""
+    registers.
+
+    We count inputs in groups of 32, because then the compiler knows that a row begins at a multiple
+    of 16 bytes and that a mask holds for as many, so it copies pieces of that size. It copies ahead
+    only if each thread copies at least 4 bytes. AHEAD: a thread has fewer scales, so we read them
+    one round ahead.
+    """
     depth, packed, group = tl.arange(0, DEPTH), tl.arange(0, DEPTH // 2), tl.arange(0, DEPTH // 32)
     x_at, w_at = x_rows[:, None] + depth[None, :], block_rows[None, :] + packed[:, None]
-    scale_at = scale_rows[:, None] + group[None, :]
+    scale_at = scale_rows[:, None] + group[None, :] * scale_step
     format: tl.constexpr = "bf16" if x_rows.dtype.element_ty == tl.bfloat16 else "fp16"
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in range(0, inputs, DEPTH):
-        left = inputs - start
-        x_mask = has_row[:, None] & (depth < left)[None, :]
-        w_mask = (packed < left // 2)[:, None] & has_column[None, :]
-        scale_mask = has_column[:, None] & (group < left // 32)[None, :]
-        tile = tl.load(x_at + start, mask=x_mask, other=0.0)
-        w = tl.load(w_at + start // 2, mask=w_mask, other=0)
-        scale = tl.load(scale_at + start // 32, mask=scale_mask, other=0)
+    if AHEAD:
+        coming = tl.load(scale_at, mask=has_column[:, None] & (group < groups)[None, :], other=0)
+    for first in range(0, groups, DEPTH // 32):
+        left = groups - first
+        x_mask = has_row[:, None] & (depth // 32 < left)[None, :]
+        w_mask = (packed // 16 < left)[:, None] & has_column[None, :]
+        tile = tl.load(x_at + first * 32, mask=x_mask, other=0.0)
+        w = tl.load(w_at + first * 16, mask=w_mask, other=0)
+        if AHEAD:
+            scale, first, left = coming, first + DEPTH // 32, left - DEPTH // 32
+        scale_mask = has_column[:, None] & (group < left)[None, :]
+        wanted = tl.load(scale_at + first * scale_step, mask=scale_mask, other=0)
+        if AHEAD:
+            coming = wanted
+        else:
+            scale = wanted
         # fast_math: no scale is NaN.
         sums = tl.dot_scaled(tile, None, format, w, scale, "e2m1", sums, fast_math=True)
     return sums
@@ -205,6 +237,7 @@ def _sum_unpacked_products(
     has_row,
     block_rows,
     scale_rows,
+    scale_step,
     has_column,
     inputs,
     ROWS: tl.constexpr,
@@ -216,7 +249,7 @@ def _sum_unpacked_products(
     packed = tl.arange(0, DEPTH // 2)
     dtype: tl.constexpr = x_rows.dtype.element_ty
     x_at, w_at = x_rows[:, None] + 2 * packed[None, :], block_rows[None, :] + packed[:, None]
-    scale_at = scale_rows[None, :] + packed[:, None] // 16
+    scale_at = scale_rows[None, :] + packed[:, None] // 16 * scale_step
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, inputs, DEPTH):
         in_depth = packed < (inputs - start) // 2
@@ -227,7 +260,7 @@ def _sum_unpacked_products(
         even = tl.load(x_at + start, mask=x_mask, other=0.0)
         odd = tl.load(x_at + start + 1, mask=x_mask, other=0.0)
         w = tl.load(w_at + start // 2, mask=w_mask, other=0)
-        scale = tl.load(scale_at + start // 32, mask=w_mask, other=0)
+        scale = tl.load(scale_at + start // 32 * scale_step, mask=w_mask, other=0)
         sums = tl.dot(even, _decode_mxfp4(w & 15, scale, dtype), sums, input_precision="ieee")
         sums = tl.dot(odd, _decode_mxfp4(w >> 4, scale, dtype), sums, input_precision="ieee")
     return sums
@@ -243,6 +276,8 @@ def _multiply_blocks(
     order,
     weights,
     biases,
+    scale_pitch,
+    scale_step,
     inputs,
     outputs,
     alpha,
@@ -256,6 +291,8 @@ def _multiply_blocks(
     GATED: tl.constexpr,
     CLAMPED: tl.constexpr,
     UNPACK: tl.constexpr,
+    AHEAD: tl.constexpr,
+    SORTED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A block of rows of one expert times COLUMNS rows of its matrix.
@@ -263,15 +300,22 @@ def _multiply_blocks(
     GATED: from tokens ``x`` to sorted rows, with the activation, which halves the columns.
     Otherwise: from sorted rows to the places of their assignments, times their weights. CLAMPED:
     with ``biases``, and gate and up alternate. UNPACK: whether matrices with ``scales``, in MXFP4,
-    are unpacked by this program. ``outputs`` counts the columns of the result.
+    are unpacked by this program. ``scale_pitch`` and ``scale_step`` are the strides of outputs and
+    of groups of inputs in ``scales``. AHEAD: of :func:`_sum_mxfp4_products`. SORTED: otherwise each
+    block is one assignment, and ``order`` has their experts. ``outputs`` counts the columns of the
+    result.
     """
     start_next(PDL)
     wait_for_previous(PDL)
-    expert, row, stop = find_block(starts, tl.program_id(1), EXPERTS, EXPERTS_BLOCK, ROWS)
+    if SORTED:
+        expert, row, stop = find_block(starts, tl.program_id(1), EXPERTS, EXPERTS_BLOCK, ROWS)
+    else:
+        row = tl.program_id(1)
+        expert, stop = tl.load(order + row).to(tl.int32), row + 1
     if expert < EXPERTS:
         rows = row + tl.arange(0, ROWS)
         has_row = rows < stop
-        assigned = tl.load(order + rows, mask=has_row, other=0)
+        assigned = tl.load(order + rows, mask=has_row, other=0) if SORTED else rows
         if GATED:
             source, target = (assigned // TOP_K).to(tl.int64), rows.to(tl.int64)
         else:
@@ -298,16 +342,30 @@ def _multiply_blocks(
                 DEPTH,
                 APART,
             )
-        elif UNPACK:
-            at, scale_at = matrices + w_rows * (inputs // 2), scales + w_rows * (inputs // 32)
-            sums = _sum_unpacked_products(
-                x_rows, has_row, at, scale_at, has_w, inputs, ROWS, WIDTH, DEPTH
-            )
         else:
-            at, scale_at = matrices + w_rows * (inputs // 2), scales + w_rows * (inputs // 32)
-            sums = _sum_mxfp4_products(
-                x_rows, has_row, at, scale_at, has_w, inputs, ROWS, WIDTH, DEPTH
-            )
+            groups = inputs // 32
+            at = matrices + w_rows * (groups * 16)
+            # The scales of an expert are adjacent, either by outputs or by groups.
+            scale_at = scales + expert.to(tl.int64) * num_rows * groups + w_columns * scale_pitch
+            if UNPACK:
+                sums = _sum_unpacked_products(
+                    x_rows, has_row, at, scale_at, scale_step, has_w, inputs, ROWS, WIDTH, DEPTH
+                )
+            else:
+                x_rows = x + source * (groups * 32)
+                sums = _sum_mxfp4_products(
+                    x_rows,
+                    has_row,
+                    at,
+                    scale_at,
+                    scale_step,
+                    has_w,
+                    groups,
+                    ROWS,
+                    WIDTH,
+                    DEPTH,
+                    AHEAD,
+                )
         dtype: tl.constexpr = out.dtype.element_ty
         if CLAMPED:
             sums += tl.load(biases + w_rows, mask=has_w, other=0.0).to(tl.float32)[None, :]
@@ -323,6 +381,21 @@ def _multiply_blocks(
         columns = tl.program_id(0) * STORED + tl.arange(0, STORED)
         there = out + target[:, None] * outputs + columns[None, :]
         tl.store(there, result, mask=has_row[:, None] & (columns < outputs)[None, :])
+
+
+@triton.jit
+def _sum_experts(results, out, size, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """The sum of a token's rows, one for each of its experts."""
+    start_next(PDL)
+    wait_for_previous(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < size
+    sums = tl.zeros([BLOCK], tl.float32)
+    for place in range(TOP_K):
+        row = results + (token * TOP_K + place) * size
+        sums += tl.load(row + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + token * size + columns, sums.to(out.dtype.element_ty), mask=mask)
 
 
 def route_tokens(
@@ -361,6 +434,17 @@ def sort_by_expert(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch
     return order, starts
 
 
+def sum_experts(results: torch.Tensor, top_k: int) -> torch.Tensor:
+    """Sum the rows of each token, ``[tokens * top_k, size]``, in float32. Torch does the same, but
+    does not overlap with the kernels before and after."""
+    count, size = results.shape
+    out = results.new_empty(count // top_k, size)
+    grid = len(out), triton.cdiv(size, _SUM_BLOCK)
+    settings = {"TOP_K": top_k, "BLOCK": _SUM_BLOCK, "num_warps": 4}
+    launch_kernel(_sum_experts, grid, out.device, results, out, size, **settings)
+    return out
+
+
 def _split_scales(
     weight: torch.Tensor | Mxfp4Weight,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -386,20 +470,25 @@ def moe_mlp(
     if count == 0:
         return torch.zeros_like(x)
     x, weights, ids = x.contiguous(), weights.contiguous(), ids.contiguous()
-    order, starts = sort_by_expert(ids, experts)
+    # The experts of a single token differ, so each of its assignments is a block.
+    order, starts = (ids, None) if tokens == 1 else sort_by_expert(ids, experts)
     inner, results = x.new_empty(count, size), x.new_empty(count, hidden)
-    tile = _choose_tile(count / experts, x.dtype)
+    unpacks = x.dtype == torch.float32 or not x.is_cuda
+    if first_scales is None or unpacks:
+        tile = _choose_tile(count / experts, x.dtype)
+    else:
+        tile = _choose_mxfp4_tile(count / experts)
     used = min(experts, count)
     blocks = used + (count - used) // tile.rows
     biases = (None, None) if clamp is None else (clamp.gate_up_bias, clamp.down_bias)
     alpha, limit = (0.0, 0.0) if clamp is None else (clamp.alpha, clamp.limit)
     assert first_scales is None or clamp is not None, "in MXFP4, gate and up alternate"
-    unpacks = x.dtype == torch.float32 or not x.is_cuda
     for source, matrices, scales, bias, out, is_gated in (
         (x, first, first_scales, biases[0], inner, True),
         (inner, second, second_scales, biases[1], results, False),
     ):
         outputs = out.shape[1]
+        pitch, step = (0, 0) if scales is None else scales.stride()[1:]
         launch_kernel(
             _multiply_blocks,
             (triton.cdiv(outputs * (2 if is_gated else 1), tile.columns), blocks),
@@ -412,6 +501,8 @@ def moe_mlp(
             order,
             weights,
             bias,
+            pitch,
+            step,
             source.shape[1],
             outputs,
             alpha,
@@ -425,7 +516,9 @@ def moe_mlp(
             GATED=is_gated,
             CLAMPED=clamp is not None,
             UNPACK=unpacks,
+            AHEAD=tile.columns * tile.depth // 32 < 4 * 32 * tile.num_warps,
+            SORTED=starts is not None,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
-    return results.view(tokens, top_k, hidden).sum(dim=1)
+    return sum_experts(results, top_k)

@@ -23,7 +23,8 @@ class Mxfp4Weight(NamedTuple):
     Attributes:
         blocks: uint8 ``[matrices, outputs, inputs / 32, 16]``, contiguous. A byte has the codes of
             two inputs, that of the first in its lower bits.
-        scales: uint8 ``[matrices, outputs, inputs / 32]``, contiguous: exponents plus 127.
+        scales: uint8 ``[matrices, outputs, inputs / 32]``: exponents plus 127. From
+            :func:`allocate_scales`, or contiguous, for which a GPU is slower.
     """
 
     blocks: torch.Tensor
@@ -32,6 +33,12 @@ class Mxfp4Weight(NamedTuple):
     def dequantize_matrix(self, index: int, dtype: torch.dtype) -> torch.Tensor:
         """Return one matrix of the stack, ``[outputs, inputs]``."""
         return dequantize_mxfp4(self.blocks[index], self.scales[index], dtype)
+
+
+def allocate_scales(matrices: int, outputs: int, groups: int) -> torch.Tensor:
+    """Return memory for the scales of a stack on the default device. Those of neighbouring outputs
+    are adjacent, because a program of a kernel reads few groups of many outputs at a time."""
+    return torch.empty(matrices, groups, outputs, dtype=torch.uint8).transpose(1, 2)
 
 
 def dequantize_mxfp4(

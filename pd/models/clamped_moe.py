@@ -9,7 +9,7 @@ from torch import nn
 
 from pd.kernels.activation import ClampedGate
 from pd.kernels.moe import moe_mlp, route_tokens
-from pd.kernels.mxfp4 import Mxfp4Weight
+from pd.kernels.mxfp4 import Mxfp4Weight, allocate_scales
 from pd.models.config import MX_BLOCK
 from pd.models.layers import MLP, Linear, NamedPlaces, add_prefix
 from pd.models.matrix import make_parameter
@@ -44,7 +44,7 @@ class ExpertStack(nn.Module):
             return
         groups = inputs // MX_BLOCK
         self.blocks = make_parameter(count, outputs, groups, MX_BLOCK // 2, dtype=torch.uint8)
-        self.scales = make_parameter(count, outputs, groups, dtype=torch.uint8)
+        self.scales = nn.Parameter(allocate_scales(count, outputs, groups), requires_grad=False)
         self._mxfp4 = Mxfp4Weight(self.blocks, self.scales)
 
     @property

@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 # Compiled in a process of its own, since the other tests interpret kernels.
 PROGRAM = """
 import itertools
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -21,12 +22,13 @@ from triton.compiler import ASTSource
 from pd.kernels import acceptance_triton, fp8_triton, moe_fp8_triton, moe_triton, penalties_triton
 from pd.kernels.attention import triton_kernel
 
-def compiled(kernel, pointers, numbers, constants):
+def compiled(kernel, pointers, numbers, constants, tile=None):
     missing = set(kernel.arg_names) - pointers.keys() - numbers.keys() - constants.keys()
     assert not missing, f"{kernel.__name__} has other arguments: {missing}"
     types = pointers | numbers | {name: "constexpr" for name in constants}
     source = ASTSource(fn=kernel, signature=types, constexprs=constants)
-    triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    launch = {"num_warps": tile.num_warps, "num_stages": tile.num_stages} if tile else {}
+    triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch)
     print(kernel.__name__)
 
 def int64(names):
@@ -65,13 +67,23 @@ pairs = {"vocab": "i32", "num_pairs": "i32"}
 compiled(penalties_triton._count_tokens, counted, pairs, {"PAIRS": 128, "PDL": False})
 experts = {"matrices": "*u8", "scales": "*u8", "starts": "*i32", "order": "*i32"}
 numbers = {"inputs": "i32", "outputs": "i32", "alpha": "fp32", "limit": "fp32"}
-shape = {"TOP_K": 4, "EXPERTS": 32, "EXPERTS_BLOCK": 32, "CLAMPED": True, "PDL": False}
-for gated, dtype in itertools.product((True, False), ("bf16", "fp16", "fp32")):
+shape = {"TOP_K": 4, "EXPERTS": 32, "EXPERTS_BLOCK": 32, "CLAMPED": True, "PDL": True}
+numbers |= {"scale_step": "i32"}
+shape |= {"scale_pitch": 1}
+cases = [("fp32", 1), ("fp16", 8), *(("bf16", rows) for rows in (0.2, 8, 64, 1024))]
+for gated, (dtype, rows) in itertools.product((True, False), cases):
     halves = dict.fromkeys("x out weights biases".split(), "*" + dtype)
-    tile = (16, 32, 32) if dtype == "fp32" else (16, 64, 128)
-    tile = dict(zip(("ROWS", "COLUMNS", "DEPTH"), tile))
-    constants = shape | tile | {"GATED": gated, "UNPACK": dtype == "fp32"}
-    compiled(moe_triton._multiply_blocks, experts | halves, numbers, constants)
+    unpacks = dtype == "fp32"
+    tile = moe_triton._choose_tile(rows, torch.float32)
+    if not unpacks:
+        tile = moe_triton._choose_mxfp4_tile(rows)
+    constants = shape | {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth}
+    constants |= {"GATED": gated, "UNPACK": unpacks, "AHEAD": rows > 16, "SORTED": rows >= 1}
+    given = experts | halves | ({} if rows >= 1 else {"order": "*i64"})
+    compiled(moe_triton._multiply_blocks, given, numbers, constants, tile)
+summed = {"results": "*bf16", "out": "*bf16"}
+constants = {"TOP_K": 4, "BLOCK": 512, "PDL": True}
+compiled(moe_triton._sum_experts, summed, {"size": "i32"}, constants)
 rows = {"x": "*bf16", "values": "*fp8e4nv", "scales": "*fp32"}
 numbers = dict.fromkeys("x_stride size width num_groups stride lead".split(), "i32")
 for span, rounds in ((128, True), (4096, False)):
@@ -118,6 +130,6 @@ def test_kernels_of_drafts_compile() -> None:
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert ran.stdout.split().count("paged_attention") == 9
-    assert ran.stdout.split().count("_multiply_blocks") == 18
+    assert ran.stdout.split().count("_multiply_blocks") == 24
     assert ran.stdout.split().count("_multiply_rows") == 12
     assert ran.stdout.split().count("_multiply_row") == 2
