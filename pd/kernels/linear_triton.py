@@ -55,6 +55,10 @@ class LinearShape:
 # Up to this many outputs without a gate, the kernel for few rows is also faster for a single row
 # (benchmarks/results/kernels_gpu.json: output and down).
 _NARROW = 4096
+# With no more outputs, such as a router's, the kernel for few rows would have so few programs that
+# one program's reads would take the time (not measured).
+_TINY = 512
+_TINY_SHAPE = LinearShape(2, 1024, 4, 3)
 # Keys are maximum numbers of rows. Values: gated; not gated with at most 4096 outputs, 8192, and
 # more. Tuned on an H200 with Llama-3.1-8B's matrices. Those for 16 rows were tuned with a loop that
 # read no tile early.
@@ -70,6 +74,8 @@ _SHAPES = {
 
 
 def _choose_shape(rows: int, outputs: int, is_gated: bool) -> LinearShape:
+    if rows == 1 and outputs <= _TINY and not is_gated:
+        return _TINY_SHAPE
     shapes = _SHAPES[1 if _has_own_kernel(rows, outputs, is_gated) else MAX_ROWS]
     shape = shapes[0 if is_gated else 1 if outputs <= _NARROW else 2 if outputs <= 8192 else 3]
     assert shape is not None
@@ -78,7 +84,7 @@ def _choose_shape(rows: int, outputs: int, is_gated: bool) -> LinearShape:
 
 def _has_own_kernel(rows: int, outputs: int, is_gated: bool) -> bool:
     """Whether this is a product of one row for which :func:`_one_row` is faster."""
-    return rows == 1 and (is_gated or outputs > _NARROW)
+    return rows == 1 and (is_gated or not _TINY < outputs <= _NARROW)
 
 
 @triton.jit(do_not_specialize=("num_rows",))

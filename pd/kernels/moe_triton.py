@@ -440,8 +440,8 @@ def sum_experts(results: torch.Tensor, top_k: int) -> torch.Tensor:
     count, size = results.shape
     out = results.new_empty(count // top_k, size)
     grid = len(out), triton.cdiv(size, _SUM_BLOCK)
-    settings = {"TOP_K": top_k, "BLOCK": _SUM_BLOCK, "num_warps": 4}
-    launch_kernel(_sum_experts, grid, out.device, results, out, size, **settings)
+    args = (results, out, size)
+    launch_kernel(_sum_experts, grid, out.device, *args, TOP_K=top_k, BLOCK=_SUM_BLOCK, num_warps=4)
     return out
 
 

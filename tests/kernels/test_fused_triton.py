@@ -153,6 +153,7 @@ class TestLinear:
             (1, 40, 1040, True),
             (1, 35, 2048, False),
             (1, 12, 528, True),
+            (1, 7, 2064, True),
             (2, 72, 560, True),
             (16, 33, 512, False),
         ],
@@ -170,6 +171,7 @@ class TestLinear:
     ) -> None:
         from pd.kernels import linear_triton
 
+        monkeypatch.setattr(linear_triton, "_TINY", 8)
         monkeypatch.setattr(linear_triton, "_NARROW", 16)
         random = seeded()
         x = normal(random, rows, inputs).to(dtype)
@@ -198,7 +200,9 @@ class TestLinear:
 
     @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
     @pytest.mark.parametrize("rows", [1, 2, 8, 16, 17])
-    @pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 14336), (1000, 896)])
+    @pytest.mark.parametrize(
+        ("outputs", "inputs"), [(6144, 4096), (4096, 14336), (1000, 896), (32, 2880)]
+    )
     def test_sizes_of_models_on_a_gpu(self, rows: int, outputs: int, inputs: int) -> None:
         torch.manual_seed(0)
         x = torch.randn(rows, inputs, device=DEVICE, dtype=torch.bfloat16)
