@@ -44,6 +44,9 @@ _PREFETCHED = 32768
 _PADDED = 16
 # Most warps of a program that converts a whole row, of 512 inputs each if it can.
 _QUANTIZE_WARPS = 32
+# With more rows than this, a long row is converted in blocks of so many inputs.
+_LONG_ROWS = 512
+_LONG_BLOCK = 4096
 # Groups of inputs that a program converts.
 _GROUPS = 8
 
@@ -138,6 +141,51 @@ def store_groups(
     tl.store(scales + groups.to(tl.int64) * stride + row, scale, mask=groups < num_groups)
 
 
+@triton.jit
+def _load_inputs(there, has_input, size, GATED: tl.constexpr):
+    """Load inputs as float32. GATED: the gated activation of these and others ``size`` later."""
+    wide = tl.load(there, mask=has_input, other=0.0).to(tl.float32)
+    if GATED:
+        up = tl.load(there + size, mask=has_input, other=0.0).to(tl.float32)
+        wide = apply_gate(wide, up, there.dtype.element_ty).to(tl.float32)
+    return wide
+
+
+@triton.jit
+def _quantize_long_rows(
+    x,
+    values,
+    scales,
+    x_stride,
+    size,
+    width,
+    lead,
+    BLOCK: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    GATED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One row with one scale per program, BLOCK inputs at a time, which it loads twice. So a
+    processor of the GPU has room for several programs."""
+    start_next(PDL)
+    wait_for_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    x += row * x_stride - lead
+    places = tl.arange(0, BLOCK)[None, :]
+    largest = tl.zeros([1, BLOCK], tl.float32)
+    for start in range(0, width, BLOCK):
+        at = places + start
+        has_input = (at >= lead) & (at < lead + size)
+        largest = tl.maximum(largest, tl.abs(_load_inputs(x + at, has_input, size, GATED)))
+    scale = compute_scales(tl.max(largest, 1), ROUNDS)
+    for start in range(0, width, BLOCK):
+        at = places + start
+        has_input = (at >= lead) & (at < lead + size)
+        divided = divide_rows(_load_inputs(x + at, has_input, size, GATED), scale)
+        tl.store(values + row * width + at, saturate(divided), mask=at < width)
+    tl.store(scales + row + tl.arange(0, 1), scale)
+
+
 @triton.jit(do_not_specialize=("stride",))
 def _quantize_rows(
     x,
@@ -164,11 +212,7 @@ def _quantize_rows(
     groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     places = groups[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
     has_input = (places >= lead) & (places < lead + size)
-    there = x + row * x_stride + places - lead
-    wide = tl.load(there, mask=has_input, other=0.0).to(tl.float32)
-    if GATED:
-        up = tl.load(there + size, mask=has_input, other=0.0).to(tl.float32)
-        wide = apply_gate(wide, up, x.dtype.element_ty).to(tl.float32)
+    wide = _load_inputs(x + row * x_stride + places - lead, has_input, size, GATED)
     store_groups(
         wide,
         places,
@@ -476,7 +520,25 @@ def quantize_rows(x: torch.Tensor, inputs: Fp8Inputs, is_gated: bool = False) ->
     rows = _allocate_rows(len(x), inputs, x)
     span = inputs.group or triton.next_power_of_2(inputs.width)
     count = _GROUPS if inputs.group else 1
-    if len(x):
+    is_long = span > 2 * _LONG_BLOCK and len(x) > _LONG_ROWS and inputs.scale is None
+    if is_long:
+        launch_kernel(
+            _quantize_long_rows,
+            (len(x),),
+            x.device,
+            x,
+            rows.values,
+            rows.scales,
+            x.stride(0),
+            inputs.size,
+            inputs.width,
+            inputs.lead,
+            BLOCK=_LONG_BLOCK,
+            ROUNDS=inputs.rounds_scales,
+            GATED=is_gated,
+            num_warps=max(1, _LONG_BLOCK // 512),
+        )
+    elif len(x):
         launch_kernel(
             _quantize_rows,
             (len(x), triton.cdiv(inputs.num_groups, count)),

@@ -144,6 +144,34 @@ def test_activations_are_quantized_as_after_the_gate(
 
 
 @DTYPE
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("lead", [0, 16])
+def test_long_rows_are_quantized_in_blocks(
+    is_gated: bool, lead: int, dtype: torch.dtype, error: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pd.kernels import fp8_triton
+
+    skip_unless_interpreter_works()
+    inputs = Fp8Inputs(1300, lead=lead)
+    x = normal(seeded(), 5, (1 + is_gated) * inputs.size, scale=2.0).to(dtype).to(DEVICE)
+    x[2] = 0
+    expected = fp8_triton.quantize_rows(x, inputs, is_gated)
+    monkeypatch.setattr(fp8_triton, "_LONG_ROWS", 4)
+    monkeypatch.setattr(fp8_triton, "_LONG_BLOCK", 512)
+    launched = []
+    launch = fp8_triton.launch_kernel
+    monkeypatch.setattr(
+        fp8_triton,
+        "launch_kernel",
+        lambda *args, **kw: (launched.append(args[0]), launch(*args, **kw)),
+    )
+    found = fp8_triton.quantize_rows(x, inputs, is_gated)
+    assert launched == [fp8_triton._quantize_long_rows]
+    assert torch.equal(found.scales, expected.scales)
+    assert torch.equal(found.values.float(), expected.values.float())
+
+
+@DTYPE
 @KIND
 @pytest.mark.parametrize("tokens", [0, 1, 7])
 @pytest.mark.parametrize("adds", [False, True])

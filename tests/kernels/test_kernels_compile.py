@@ -94,6 +94,10 @@ for span, rounds in ((128, True), (4096, False)):
     normed = rows | {"residual": "*bf16", "weight": "*bf16"}
     sizes = dict.fromkeys("size width num_groups stride".split(), "i32") | {"eps": "fp32"}
     compiled(fp8_triton._rms_norm, normed, sizes, shape)
+sizes = dict.fromkeys("x_stride size width lead".split(), "i32")
+for gated in (True, False):
+    shape = {"BLOCK": 4096, "ROUNDS": False, "GATED": gated, "PDL": True}
+    compiled(fp8_triton._quantize_long_rows, rows, sizes, shape)
 given = {"x": "*fp8e4nv", "weight": "*fp8e4nv", "x_scales": "*fp32", "w_scales": "*fp32"}
 given |= {"out": "*bf16", "bias": "*bf16"}
 numbers = dict.fromkeys("num_rows outputs width num_groups stride".split(), "i32")
