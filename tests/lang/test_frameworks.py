@@ -20,7 +20,7 @@ pytestmark = [
 ]
 CACHE = "The KV cache holds the keys and values of earlier tokens in every layer"
 SAID = {
-    "dspy_program": ["Berg' age=33", CACHE],
+    "dspy_program": ["name='", "age=33", CACHE],
     "langchain_chain": [CACHE, "12 + 30 = 42", "A unified node does", "name='Anna Berg' age=33"],
 }
 
