@@ -606,7 +606,11 @@ def rms_norm(
 
 def _allocate_rows(count: int, inputs: Fp8Inputs, x: torch.Tensor) -> Fp8Rows:
     """Allocate rows in fp8 for numbers in the dtype of ``x``, on its device."""
-    padded = -(-count // _PADDED) * _PADDED if inputs.group else count
+    if not inputs.group:
+        values = torch.empty((count, inputs.width), dtype=FP8, device=x.device)
+        scales = torch.empty((count, 1), dtype=torch.float32, device=x.device)
+        return Fp8Rows(values, scales, x.dtype)
+    padded = triton.cdiv(count, _PADDED) * _PADDED
     values = torch.empty((padded, inputs.width), dtype=FP8, device=x.device)
     scales = torch.empty((inputs.num_groups, padded), dtype=torch.float32, device=x.device)
     return Fp8Rows(values[:count], scales.t()[:count], x.dtype)
