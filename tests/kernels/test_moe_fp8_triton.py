@@ -12,7 +12,6 @@ from triton_device import (
     DTYPES,
     ON_GPU,
     SEED,
-    assert_near,
     normal,
     seeded,
     skip_unless_interpreter_works,
@@ -110,8 +109,9 @@ def test_sizes_of_models_on_a_gpu_in_a_graph(
     assert torch.equal(out, first)
     routed = route_tokens(logits, top_k, True)
     monkeypatch.setattr(moe, "uses_triton", lambda _: False)
-    expected = moe_mlp(x, *routed, *experts)
-    assert_near(out, expected, 3e-2)
+    expected = moe_mlp(x, *routed, *experts).float()
+    # A number between two of fp8 may become either.
+    assert float((out.float() - expected).norm()) <= 0.03 * float(expected.norm())
 
 
 def test_a_stack_is_selected_by_expert() -> None:
