@@ -111,6 +111,8 @@ def _multiply_fp8(
         return fp8.multiply_fp8(rows, weight, bias)
     from pd.kernels import fp8_triton
 
+    if fp8_triton.can_multiply_row(rows, weight):
+        return fp8_triton.multiply_row(rows, weight, bias)
     count = len(rows.values)
     if (
         0 < count <= fp8_triton.MAX_SUM_ROWS
@@ -122,8 +124,6 @@ def _multiply_fp8(
         return fp8.multiply_scaled(rows, weight, bias)
     if count > fp8_triton.MAX_BLOCK_ROWS and fp8.can_multiply_blocks(rows, weight):
         return fp8.multiply_blocks(rows, weight, bias)
-    if fp8_triton.can_multiply_row(rows, weight):
-        return fp8_triton.multiply_row(rows, weight, bias)
     return fp8_triton.multiply_rows(rows, weight, bias)
 
 

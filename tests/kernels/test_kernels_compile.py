@@ -107,9 +107,9 @@ for count, outputs, group in itertools.product((1, 64, 128), (4096, 28672), (0, 
     shape |= {"GROUPED": group > 0, "EVEN": group > 0, "NEIGHBOURS": 16, "LINES": 8}
     shape |= {"STAGES": tile.num_stages, "PDL": True}
     compiled(fp8_triton._multiply_rows, given, numbers, shape)
-tile = fp8_triton._ROW_TILE
-shape = {"OUTPUTS": tile.outputs, "DEPTH": tile.depth, "STAGES": tile.num_stages, "PDL": True}
-for group in (0, 128):
+for outputs, group in itertools.product((4096, 6144), (0, 128)):
+    tile = fp8_triton._choose_row_tile(outputs, 4096)
+    shape = {"OUTPUTS": tile.outputs, "DEPTH": tile.depth, "STAGES": tile.num_stages, "PDL": True}
     shape |= {"SHARED": 128 if group else 1, "GROUP": group}
     compiled(fp8_triton._multiply_row, given, numbers, shape)
 scaled = dict.fromkeys("sums x_scales w_scales".split(), "*fp32")
@@ -136,4 +136,4 @@ def test_kernels_of_drafts_compile() -> None:
     assert ran.stdout.split().count("paged_attention") == 9
     assert ran.stdout.split().count("_multiply_blocks") == 24
     assert ran.stdout.split().count("_multiply_rows") == 12
-    assert ran.stdout.split().count("_multiply_row") == 2
+    assert ran.stdout.split().count("_multiply_row") == 4
