@@ -56,18 +56,15 @@ def _choose_mxfp4_tile(rows_per_expert: float) -> _Tile:
     """:func:`_choose_tile` for MXFP4 and half precision.
 
     With few rows, two warps, for which the compiler uses products of registers (``mma``). For a
-    group of four warps it would use ``wgmma`` and copy weights in pieces of 4 bytes. Measured at
-    gpt-oss-20b's sizes on an H200 with 1, 16, 64, 256 and 8192 tokens.
+    group of four warps it would use ``wgmma`` and copy weights in pieces of 4 bytes.
     """
-    if rows_per_expert <= 0.25:
-        return _Tile(8, 32, 512, 2, 3)
-    if rows_per_expert <= 4:
-        return _Tile(8, 32, 256, 2, 3)
+    if rows_per_expert <= 1:
+        return _Tile(8, 32, 256, 2, 4)
     if rows_per_expert <= 16:
-        return _Tile(16, 64, 128, 2, 4)
+        return _Tile(16, 64, 256, 2, 4)
     if rows_per_expert <= 96:
-        return _Tile(64, 128, 64, 4, 4)
-    return _Tile(256 if rows_per_expert > 256 else 128, 128, 64, 8, 3)
+        return _Tile(64, 64, 128, 4, 4)
+    return _Tile(128, 128, 64, 8, 3)
 
 
 @triton.jit
