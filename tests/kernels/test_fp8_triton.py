@@ -63,7 +63,7 @@ def normal_there(random: torch.Generator, *shape: int) -> torch.Tensor:
 def make_weight(
     random: torch.Generator, outputs: int, inputs: Fp8Inputs, rows: int | None = None
 ) -> Fp8Weight:
-    """Random weights of which the padding is zero. Scales differ by up to 4 times."""
+    """Make random weights whose padding is zero. Scales differ by up to 4 times."""
     rows = rows or (128 if inputs.group else 1)
     values = torch.zeros(outputs, inputs.width)
     drawn = normal_there(random, outputs, inputs.size) * 100

@@ -57,7 +57,7 @@ def wait_ended(client: openai.OpenAI, batch: Batch, seconds: float = 20) -> Batc
 
 
 def read_results(client: openai.OpenAI, file_id: str | None) -> dict[str, Any]:
-    """The lines of a file by their ``custom_id``, of which there is one each."""
+    """Return the lines of a file by ``custom_id``. Each occurs once."""
     if file_id is None:
         return {}
     text = client.files.content(file_id).text
