@@ -28,7 +28,7 @@ def write_lines(path: Path, lines: list[dict[str, Any]]) -> Path:
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """The output's lines by their ``custom_id``, of which there is one each."""
+    """Return the output's lines by ``custom_id``. Each occurs once."""
     text = path.read_text()
     assert text == "" or text.endswith("\n")
     lines = [json.loads(line) for line in text.split("\n")[:-1]]
