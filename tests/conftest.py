@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 import random
+import signal
 import ssl
 import sys
 from collections import Counter
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+
+# A shell that starts us in the background has us ignore Ctrl-C, and every process that a test
+# starts would inherit that. Tests send it to such processes.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A starved machine draws slowly. Tests do not time.
 settings.register_profile("pd", deadline=None, suppress_health_check=[HealthCheck.too_slow])

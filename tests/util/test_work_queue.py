@@ -7,6 +7,7 @@ import threading
 from typing import TYPE_CHECKING
 
 import pytest
+from cluster import wait_until
 
 from pd.core.errors import UnavailableError
 from pd.util.work_queue import WorkQueue
@@ -129,6 +130,8 @@ def test_all_threads_are_prepared_with_the_first_item_and_waiting_items_are_coun
     for item in (2, 3, 4):
         todo.put(item, "a")
     todo.put(5, "b")
+    # Both threads take an item at some time, and then wait.
+    wait_until(lambda: todo.count_waiting() == 3, 20)
     assert todo.count_waiting("a") >= 2
     assert todo.count_waiting() == todo.count_waiting("a") + todo.count_waiting("b")
     assert not todo.wait_until_idle(0.01)
