@@ -244,6 +244,19 @@ def test_named_models_have_a_configuration() -> None:
     assert {*SHAPES, *EAGLE_SHAPES} == found
 
 
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("qwen3-30b-a3b", 30.5), ("deepseek-v2-lite", 15.7), ("glm-4.7-flash", 29.9)],
+)
+def test_shapes_have_as_many_weights_as_their_makers_say(name: str, billions: float) -> None:
+    for kind in ("", "-fp8"):
+        config = read_model_config(model_directory(name + kind))
+        embeddings = 2 * config.vocab_size * config.hidden_size
+        total = config.count_weights(config.num_experts) + embeddings
+        assert total / 1e9 == pytest.approx(billions, rel=0.003)
+        assert (config.quantization is not None) == bool(kind)
+
+
 def roofline(name: str, num_gpus: int = 1) -> Roofline:
     config = read_model_config(model_directory(name))
     return Roofline(config, 2, CEILINGS["NVIDIA H200"], num_gpus)
