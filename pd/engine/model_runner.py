@@ -158,6 +158,7 @@ class ModelRunner:
         last_alone_from: number of query-key pairs from which the last layer attends only the wanted
             tokens, if they are few. With fewer pairs the host spends more time on the plan than the
             GPU saves.
+        num_replays: number of steps that a graph computed.
     """
 
     def __init__(
@@ -173,6 +174,7 @@ class ModelRunner:
         self.pool = pool
         self.attention = attention_backend
         self.last_alone_from = 1 << 24
+        self.num_replays = 0
         self._last_attention = last_attention
         self.graphs: CapturedGraphs | None = None
         self.verify_graphs: CapturedVerifyGraphs | None = None
@@ -243,6 +245,7 @@ class ModelRunner:
             logits = self._replay_graph(items, previous_tokens)
         if logits is None:
             return self._launch_kernels(items, on_layers_done, previous_tokens)
+        self.num_replays += 1
         if on_layers_done is not None:
             on_layers_done(0, self.model.config.num_layers + (self.eagle is not None))
         return logits

@@ -58,6 +58,11 @@ class NodeGauges(Collector):
             value=buffers,
         )
         yield CounterMetricFamily(
+            "pd_graph_steps",
+            "Forward passes replayed from a CUDA graph",
+            value=self._core.engine.runner.num_replays,
+        )
+        yield CounterMetricFamily(
             "pd_run_delay_seconds",
             "Time in which the most delayed thread was ready to run but had no CPU",
             value=RUN_DELAY.total,

@@ -20,11 +20,12 @@ from pd.engine import draft_model, engine, step_graphs
 from pd.engine.cuda_graphs import GraphRecorder
 from pd.engine.draft_model import DraftModel
 from pd.engine.footprint import ExtraMemory, Footprint
+from pd.engine.forward_item import ForwardItem
 from pd.engine.kv_pool import KVPool
 from pd.engine.model_runner import ModelRunner
 from pd.engine.sampler import Sampler
 from pd.engine.sampling_state import SamplingState
-from pd.engine.step_graphs import capture_drafting
+from pd.engine.step_graphs import capture_drafting, capture_steps
 from pd.kernels.attention import AttentionBatch, find_attention_backend
 from pd.kernels.attention.base import (
     AttentionBackend,
@@ -341,6 +342,28 @@ def test_passes_that_no_graph_fits_are_launched(monkeypatch: pytest.MonkeyPatch)
     drafters.draft(streams[:4], [3] * 4)
     assert drafters.used["launched"] == 2
     assert drafters.used["decode"] >= 2
+
+
+def test_newcomers_without_drafts_stay_in_the_graphs_of_the_others() -> None:
+    """They came with their KV, or nothing matches what they say, so they have one token only."""
+    plain, captured = (make_runner(4) for _ in range(2))
+    found = capture_steps(captured, recorder(), config(), SIZES, CONTEXT, progress=False)
+    captured.graphs, captured.verify_graphs, captured.mixed_graphs = found
+    random = np.random.default_rng(0)
+    before = captured.num_replays
+    for step, lengths in enumerate([[5, 5, 1], [1, 3, 5, 1], [1, 1, 2], [1, 1, 1], [5]]):
+        items, page = [], 0
+        for length in lengths:
+            start = int(random.integers(0, 20))
+            count = -(-(start + length) // 4)
+            tokens = random.integers(0, VOCAB_SIZE - 2, length).astype(np.int32)
+            pages = np.arange(page, page + count, dtype=np.int32)
+            items.append(ForwardItem(tokens, start, pages, length))
+            page += count
+        logits = [runner.forward(items).clone() for runner in (plain, captured)]
+        torch.testing.assert_close(*logits, rtol=2e-5, atol=2e-5)
+        assert captured.num_replays == before + step + 1
+    assert not plain.num_replays
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")

@@ -389,6 +389,11 @@ class LeadingRunner:
         return self._runner.mixed_graphs
 
     @property
+    def num_replays(self) -> int:
+        """See :class:`pd.engine.model_runner.ModelRunner`."""
+        return self._runner.num_replays
+
+    @property
     def takes_unread(self) -> bool:
         """Always false, because the other ranks learn the outcome of a step only after the host has
         read it."""
