@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pd.core.errors import NotFoundError, SetupError, UnavailableError
+from pd.proxy.storage import database as database_module
 from pd.proxy.storage import responses
 from pd.proxy.storage.database import Database
 from pd.proxy.storage.directory import StorageDirectory, make_and_hold
@@ -73,6 +76,8 @@ def test_a_response_has_a_lifetime(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         later = time.time() + responses.RESPONSE_SECONDS + 1
         monkeypatch.setattr(responses.time, "time", lambda: later)
         assert not has(store, "a", name)
+        # Writes on the storage's thread also remove expired rows.
+        monkeypatch.setattr(responses, "_SMALL_BYTES", 0)
         asyncio.run(store.add_response("b", make_name(), LARGE))
         rows: Any = asyncio.run(database.run(lambda c: c.execute("SELECT id FROM responses")))
         assert (name,) not in rows.fetchall()
@@ -83,6 +88,87 @@ def test_two_processes_share_what_is_stored(tmp_path: Path) -> None:
         name = make_name()
         asyncio.run(ResponseStore(one, 2000).add_response("a", name, LARGE))
         assert asyncio.run(ResponseStore(two, 2000).get_response("a", name)) == LARGE
+
+
+def test_a_response_that_fills_its_keys_room_stays(tmp_path: Path) -> None:
+    with open_database(tmp_path) as database:
+        store = ResponseStore(database, 2000)
+        names = [make_name() for _ in range(3)]
+        filling = StoredResponse(b"r" * 1000, b"m" * (1000 - responses._ROW_BYTES))
+        for name, stored in zip(names, [LARGE, LARGE, filling], strict=True):
+            asyncio.run(store.add_response("a", name, stored))
+        assert [has(store, "a", name) for name in names] == [False, False, True]
+        too_large = StoredResponse(b"r" * 1001, filling.messages)
+        asyncio.run(store.add_response("a", make_name(), too_large))
+        assert not has(store, "a", names[2])
+
+
+def test_small_writes_need_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_database(tmp_path) as database, open_database(tmp_path) as other:
+        store, reader = ResponseStore(database, 1 << 20), ResponseStore(other, 1 << 20)
+        assert not has(store, "a", make_name())  # opens the database
+        with monkeypatch.context() as patch:
+            patch.setattr(database, "run", None)
+            for _ in range(responses._AT_ONCE):
+                name = make_name()
+                asyncio.run(store.add_response("a", name, LARGE))
+                assert has(reader, "a", name)
+            with pytest.raises(TypeError):  # one of several goes to the thread
+                asyncio.run(store.add_response("a", make_name(), LARGE))
+        large = StoredResponse(bytes(responses._SMALL_BYTES), b"[]")
+        with monkeypatch.context() as patch, pytest.raises(TypeError):
+            patch.setattr(database, "run", None)
+            asyncio.run(store.add_response("a", make_name(), large))
+
+
+def test_the_event_loop_waits_for_no_lock(tmp_path: Path) -> None:
+    """Another process has the lock meanwhile."""
+
+    async def write_while_locked(store: ResponseStore, other: sqlite3.Connection) -> None:
+        other.execute("BEGIN IMMEDIATE")
+        writing = asyncio.create_task(store.add_response("a", name, LARGE))
+        for _ in range(20):
+            await asyncio.sleep(0.005)
+            assert not writing.done()
+        other.rollback()
+        await writing
+
+    with open_database(tmp_path) as database:
+        store, name = ResponseStore(database, 1 << 20), make_name()
+        assert not has(store, "a", name)
+        other = sqlite3.connect(tmp_path / "storage.sqlite")
+        asyncio.run(write_while_locked(store, other))
+        other.close()
+        assert has(store, "a", name)
+
+
+def test_a_slow_disk_slows_the_event_loop_down_only_now_and_then(tmp_path: Path) -> None:
+    def write_slowly(_: sqlite3.Connection) -> bool:
+        time.sleep(2 * database_module._SLOW_SECONDS)
+        return True
+
+    with open_database(tmp_path) as database:
+        assert not has(ResponseStore(database, 2000), "a", make_name())
+        assert database.try_at_once(write_slowly)
+        began = time.monotonic()
+        assert not database.try_at_once(write_slowly)
+        while not database.try_at_once(lambda _: True):
+            time.sleep(0.05)
+        assert time.monotonic() - began > database_module._PAUSE_SECONDS / 2
+
+
+def test_the_log_of_writes_stays_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database_module, "_LOG_BYTES", 64 << 10)
+    monkeypatch.setattr(responses, "_AT_ONCE", 4)
+    log, lengths = tmp_path / "storage.sqlite-wal", []
+    with open_database(tmp_path) as database:
+        store = ResponseStore(database, 64 << 20)
+        for _ in range(100):
+            asyncio.run(store.add_response("a", make_name(), LARGE))
+            lengths.append(log.stat().st_size)
+    assert max(lengths) < 512 << 10
+    shortened = [after for before, after in itertools.pairwise(lengths) if after < before]
+    assert shortened and all(shortened), "the first write to an empty log waits for the disk"
 
 
 def test_a_broken_disk_is_named(tmp_path: Path) -> None:
