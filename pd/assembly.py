@@ -106,13 +106,19 @@ def make_core(
 ) -> NodeCore:
     """Build the objects that the parts of a node share."""
     radix = RadixCache(config.page_size, policy=config.eviction_policy)
-    ngram_cache = None if drafter is None else drafter.ngram_cache
+    memory = Memory(
+        engine.pool.num_pages,
+        config.page_size,
+        radix,
+        None if drafter is None else drafter.ngram_cache,
+        caches_prefixes=config.radix_cache == "on",
+    )
     events, metrics = Events(), RequestMetrics()
     return NodeCore(
         config=config,
         instance_id=instance_id,
         engine=engine,
-        memory=Memory(engine.pool.num_pages, config.page_size, radix, ngram_cache),
+        memory=memory,
         events=events,
         requests=LiveRequests(events, metrics, StepOutputBuffer(instance_id, control.post_message)),
         metrics=metrics,

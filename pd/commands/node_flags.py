@@ -153,6 +153,12 @@ def add_arguments(parser: argparse.ArgumentParser, role: str) -> None:
     share = "share of the device's memory to use (on a CPU at most 4 GiB)"
     add("--mem-fraction", share, type=float, metavar="F")
     add(
+        "--radix-cache",
+        "off: compute every prompt anew, to measure what the prefix cache saves "
+        "(default: %(default)s)",
+        choices=choices.RADIX_CACHES,
+    )
+    add(
         "--eviction-policy",
         "which pages leave the prefix cache first",
         choices=choices.EVICTION_POLICIES,
@@ -175,7 +181,7 @@ def add_arguments(parser: argparse.ArgumentParser, role: str) -> None:
     add(
         "--schedule-policy",
         "order of prompts: longest cached prefix, first come, longest output, densest branch "
-        "of the cache, or highest priority",
+        "of the cache, highest priority, or none, to compare with",
         choices=choices.SCHEDULE_POLICIES,
     )
     add_number("--max-overtakes", "how often others may overtake a waiting request")

@@ -16,7 +16,8 @@ PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
 QUANTIZATIONS = ("auto", "fp8")
-SCHEDULE_POLICIES = ("lpm", "fcfs", "lof", "dfs-weight", "priority")
+SCHEDULE_POLICIES = ("lpm", "fcfs", "lof", "dfs-weight", "priority", "random")
+RADIX_CACHES = ("on", "off")
 EVICTION_POLICIES = ("lru", "lfu", "fifo", "slru", "priority")
 ATTENTION_BACKENDS = ("auto", "torch", "triton", "flashinfer")
 OVERLAP_SCHEDULES = ("auto", "on", "off")
@@ -130,6 +131,7 @@ class NodeConfig:
     chunked_prefill_size: int = 8192
     schedule_policy: str = "lpm"
     max_overtakes: int = 64
+    radix_cache: str = "on"
     eviction_policy: str = "lru"
     attention_backend: str = "auto"
     overlap_schedule: str = "auto"

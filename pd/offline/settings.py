@@ -55,6 +55,7 @@ _CHOICES = {
     "quantization": choices.QUANTIZATIONS,
     "generation_config": choices.GENERATION_CONFIGS,
     "schedule_policy": choices.SCHEDULE_POLICIES,
+    "radix_cache": choices.RADIX_CACHES,
     "eviction_policy": choices.EVICTION_POLICIES,
     "attention_backend": choices.ATTENTION_BACKENDS,
     "overlap_schedule": choices.OVERLAP_SCHEDULES,
@@ -76,7 +77,6 @@ _UNSUPPORTED = {
     "pipeline_parallel_size": 1,
     "data_parallel_size": 1,
     "kv_cache_dtype": "auto",
-    "enable_prefix_caching": True,
     "enable_lora": False,
     "cpu_offload_gb": 0,
     "tokenizer_mode": "auto",
@@ -135,6 +135,8 @@ def read_settings(owner: str, model: str | Path | None, given: dict[str, Any]) -
     settings |= _read_speculation(arguments.pop("speculative_config", None))
     if arguments.pop("enforce_eager", False):
         settings["cuda_graph_batch_sizes"] = (0,)
+    if arguments.pop("enable_prefix_caching", True) is False:
+        settings["radix_cache"] = "off"
     if arguments.get("generation_config") == "vllm":  # its own defaults
         arguments["generation_config"] = "none"
     proxy = {}

@@ -33,7 +33,8 @@ class Memory:
     release it.
 
     Args:
-        ngram_cache: receives all tokens we cache; None without one.
+        ngram_cache: receives all computed tokens; None without one.
+        caches_prefixes: whether computed tokens go into the tree. Otherwise it stays empty.
     """
 
     def __init__(
@@ -42,8 +43,11 @@ class Memory:
         page_size: int,
         radix: RadixCache,
         ngram_cache: NgramCache | None = None,
+        *,
+        caches_prefixes: bool = True,
     ) -> None:
         self.page_size = page_size
+        self.caches_prefixes = caches_prefixes
         self.allocator = PageAllocator(num_pages)
         self.radix = radix
         self.prefix_leases = PrefixLeases(radix, num_pages)
@@ -113,11 +117,14 @@ class Memory:
         return True
 
     def cache_tokens(self, sequence: Sequence) -> None:
-        """Insert the whole pages of the computed tokens into the tree, and lock them there."""
+        """Insert the whole pages of the computed tokens into the tree, and lock them there.
+
+        Without a prefix cache the sequence keeps them instead.
+        """
         if self._ngram_cache is not None:
             self._note_ngrams(sequence, self._ngram_cache)
         count = sequence.num_computed // self.page_size
-        if count == 0:
+        if count == 0 or not self.caches_prefixes:
             return
         inserted = self.radix.insert_prefix(
             sequence.ids[: count * self.page_size],
@@ -136,7 +143,7 @@ class Memory:
     def lease_prompt(self, request: Request) -> None:
         """Keep the cached pages of a computed prompt as long as its client asks, within limits."""
         sequence = request.sequence
-        if request.prefix_lease and sequence.handle is not None:
+        if request.prefix_lease and sequence.handle is not None and self.caches_prefixes:
             pages = sequence.num_computed // self.page_size
             self.prefix_leases.add_lease(
                 request.owner, request.rid, sequence.handle, pages, request.prefix_lease

@@ -8,6 +8,7 @@ To add a policy, write such a function and add it to :data:`POLICIES`.
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -58,10 +59,16 @@ def depth_first_weight(waiting: Sequence[Request], radix: RadixCache) -> list[Re
     return [waiting[index] for index in sorted(range(len(waiting)), key=depth_first)]
 
 
+def by_chance(waiting: Sequence[Request], radix: RadixCache) -> list[Request]:
+    """random: an order by chance that stays the same, to measure what the others gain."""
+    return sorted(waiting, key=lambda request: zlib.crc32(request.rid.encode()))
+
+
 POLICIES: dict[str, Policy] = {
     "lpm": longest_prefix_match,
     "fcfs": first_come_first_served,
     "lof": longest_output_first,
     "dfs-weight": depth_first_weight,
     "priority": by_priority,
+    "random": by_chance,
 }

@@ -227,6 +227,8 @@ class PrefillScheduler:
 
     def _note_prompt(self, request: Request) -> None:
         asked, memory = self._counted_prompts, self._memory
+        if not memory.caches_prefixes:
+            return
         num_pages = min(len(request.prompt) // memory.page_size, memory.num_pages)
         tokens = request.prompt[: num_pages * memory.page_size]
         asked.insert_prefix(tokens, np.zeros(num_pages, dtype=np.int32), request.namespace)

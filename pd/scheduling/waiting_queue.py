@@ -39,6 +39,7 @@ class WaitingQueue:
         by_due: orders the requests if any has an objective for its first token. If None, the policy
             orders them anyway.
         pace: the pace of prompts, from which ``by_due`` predicts.
+        caches_prefixes: whether a computed prefix serves later prompts.
     """
 
     def __init__(
@@ -48,6 +49,8 @@ class WaitingQueue:
         max_overtakes: int,
         by_due: DueOrder | None = None,
         pace: Pace | None = None,
+        *,
+        caches_prefixes: bool = True,
     ) -> None:
         if policy not in POLICIES:
             raise UsageError(
@@ -55,6 +58,7 @@ class WaitingQueue:
             )
         self._policy = POLICIES[policy]
         self._radix = radix
+        self._caches_prefixes = caches_prefixes
         self._max_overtakes = max_overtakes
         self._by_due = by_due if policy in POLICIES_BY_DUE else None
         self._pace = pace
@@ -66,11 +70,18 @@ class WaitingQueue:
         cls, config: NodeConfig, radix: RadixCache, costs: CostModel | None = None
     ) -> WaitingQueue:
         """Make the queue for a node's configuration. Elastic nodes pass ``costs``."""
-        if costs is None:
-            return cls(config.schedule_policy, radix, config.max_overtakes)
-        pace = Pace(config.chunked_prefill_size)
-        by_due = DueOrder.from_costs(costs, radix, pace, WINDOW)
-        return cls(config.schedule_policy, radix, config.max_overtakes, by_due, pace)
+        by_due = pace = None
+        if costs is not None:
+            pace = Pace(config.chunked_prefill_size)
+            by_due = DueOrder.from_costs(costs, radix, pace, WINDOW)
+        return cls(
+            config.schedule_policy,
+            radix,
+            config.max_overtakes,
+            by_due,
+            pace,
+            caches_prefixes=config.radix_cache == "on",
+        )
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -145,6 +156,8 @@ class WaitingQueue:
         If the request waits, we compute the shared part once. We check this anew for each step, so
         a follower continues however its leader ends.
         """
+        if not self._caches_prefixes:
+            return False
         page_size = self._radix.page_size
         cached = -1
         for leader in leaders:

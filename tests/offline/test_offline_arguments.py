@@ -23,7 +23,10 @@ if TYPE_CHECKING:
         ({"tensor_parallel_size": 2}, "LLM: tensor_parallel_size=2 is not supported.*give 1"),
         ({"quantization": "awq"}, "quantization='awq' is unknown; give one of auto, fp8"),
         ({"enable_lora": True}, "enable_lora=True"),
-        ({"enable_prefix_caching": False}, "enable_prefix_caching=False"),
+        (
+            {"enable_prefix_caching": False, "radix_cache": "on"},
+            "radix_cache='on' and another argument set radix_cache",
+        ),
         ({"swap_space": 4}, "unsupported argument swap_space=4"),
         ({"dtype": "int8"}, "dtype='int8' is unknown; give one of auto, float32"),
         ({"attention_backend": "flash"}, "attention_backend='flash'"),

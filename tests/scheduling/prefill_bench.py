@@ -42,6 +42,7 @@ class PrefillBench:
         max_running: int = 256,
         will_leave: Callable[[Request], bool] | None = None,
         keep: bool = False,
+        radix_cache: str = "on",
     ) -> None:
         config = NodeConfig(
             role="prefill",
@@ -49,9 +50,11 @@ class PrefillBench:
             page_size=page_size,
             schedule_policy=policy,
             max_overtakes=max_overtakes,
+            radix_cache=radix_cache,
         )
         model = SimpleNamespace(eos_token_ids=(), vocab_size=1 << 30)
-        self.memory = Memory(pages, page_size, RadixCache(page_size))
+        radix = RadixCache(page_size)
+        self.memory = Memory(pages, page_size, radix, caches_prefixes=radix_cache == "on")
         engine: Any = SimpleNamespace(model_config=model)
         waiting = WaitingQueue.from_config(config, self.memory.radix)
         self.sending: Any = SimpleNamespace(will_leave=will_leave, park_prompts=lambda pages: None)

@@ -86,6 +86,23 @@ def test_dfs_weight_follows_the_branch_most_wait_for_and_leaves_it_last() -> Non
     assert found == ["right 1", "right 2", "left", "trunk", "seven", "nothing cached"]
 
 
+def test_random_is_an_order_of_its_own_that_stays() -> None:
+    waiting = [make_request([number], rid=str(number)) for number in range(20)]
+    radix = RadixCache(4)
+    chosen = POLICIES["random"](waiting, radix)
+    assert chosen == POLICIES["random"](waiting[::-1], radix)
+    assert chosen not in (waiting, waiting[::-1]) and set(chosen) == set(waiting)
+
+
+def test_without_a_prefix_cache_a_prompt_waits_for_no_other_and_is_computed_whole() -> None:
+    bench = PrefillBench(radix_cache="off")
+    for last in (1, 2, 3):
+        bench.add([*DOCUMENT, last])
+    bench.step()
+    assert bench.computed_tokens == 3 * (len(DOCUMENT) + 1)
+    assert not bench.memory.radix.list_pages().size
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_looking_at_the_order_leaves_no_trace_in_the_tree(policy: str) -> None:
     bench = PrefillBench(policy)
