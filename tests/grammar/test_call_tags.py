@@ -30,6 +30,7 @@ FAMILIES = {
     for name in (
         *("hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "mistral names"),
         *("deepseek_v3", "deepseek_v31", "glm45", "glm47", "kimi_k2", "phi4_mini_json"),
+        *("functiongemma", "gemma4"),
     )
 }
 # The tags of DeepSeek, in their order in a call.
@@ -114,6 +115,16 @@ CALLS = {
         "",
         "<|tool_calls_section_end|>",
     ),
+    "functiongemma": (
+        "<start_function_call>call:add{a:%s,to:<escape>x<escape>}<end_function_call>",
+        "<start_function_call>call:stop{}<end_function_call>",
+        "%s%s",
+    ),
+    "gemma4": (
+        '<|tool_call>call:add{a:%s,to:<|"|>x<|"|>}<tool_call|>',
+        "<|tool_call>call:stop{}<tool_call|>",
+        "%s%s",
+    ),
     "deepseek_v3": _list_calls(
         f'{CALL}function{SEP}add\n```json\n{{"a": %s, "to": "x"}}\n```{END}',
         f"{CALL}function{SEP}stop\n```json\n{{}}\n```{END}",
@@ -193,6 +204,16 @@ def test_the_parser_reads_what_the_tags_allow(name: str) -> None:
     assert [event[-1] for event in events if event[-1] in ("add", "stop")] == ["add", "stop"]
 
 
+@pytest.mark.parametrize("name", ["llama3_json", "pythonic"])
+def test_blocks_of_code_are_no_way_around_the_grammar(name: str) -> None:
+    """The parsers read calls in them."""
+    family, _, wrong, *_ = family_and_calls(name)
+    tag = family.form.make_calls_or_text(functions(ADD, {"name": "stop"}), several=True)
+    texts = (f"```tool_code\n{wrong}\n```", f"```json\n{wrong}\n```", "I see: `a`")
+    assert accepts(tag, *texts) == [False, False, True]
+    assert name == "llama3_json" or accepts(tag, f"I see:\n{texts[0]}") == [False]
+
+
 def test_gpt_oss_writes_reasoning_and_then_one_call_or_a_final_message() -> None:
     family = find_tool_family("openai", "")
     tags = find_reasoning_tags("openai_gptoss", "")
@@ -269,7 +290,11 @@ def test_tags_may_contain_texts() -> None:
     assert allowed({"type": "string", "pattern": "^[ab]+$"}, "ab", "abc") == [True, False]
     assert allowed({"enum": ["a", "b c"]}, "a", "b c", '"a"') == [True, True, False]
     assert allowed({"type": ["string", "null"]}, '"a"', "null", "a") == [True, True, False]
-    for schema in ({"type": "string", "format": "date"}, {"type": "string", "pattern": ".*"}):
+    assert allowed({"type": "string", "format": "date"}, "2024-02-29", "2023-02-29") == [
+        True,
+        False,
+    ]
+    for schema in ({"type": "string", "format": "uri"}, {"type": "string", "pattern": ".*"}):
         with pytest.raises(UnfitError):
             allowed(schema, "x")
         assert allowed(schema, "x", strict=False) == [True]

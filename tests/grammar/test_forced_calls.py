@@ -53,6 +53,11 @@ FORMATS = {
         "<|channel|>commentary to=functions.clock <|constrain|>json<|message|>{",
         "}",
     ),
+    "functiongemma": (
+        "<start_function_call>call:clock{city:<escape>",
+        "<escape>}<end_function_call>",
+    ),
+    "gemma4": ('<|tool_call>call:clock{city:<|"|>', '<|"|>}<tool_call|>'),
     "phi4_mini_json": ('functools[{"name": "clock", "arguments": {', "}}]"),
 }
 

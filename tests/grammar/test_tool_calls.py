@@ -44,7 +44,11 @@ MODELS = {
 }
 # Those that `make test` leaves out.
 MORE_MODELS = dict.fromkeys(
-    ("deepseek_v3", "deepseek_v31", "glm45", "glm47", "kimi_k2", "openai", "phi4_mini_json"), PLAIN
+    (
+        *("deepseek_v3", "deepseek_v31", "functiongemma", "gemma4", "glm45", "glm47", "kimi_k2"),
+        *("openai", "phi4_mini_json"),
+    ),
+    PLAIN,
 )
 
 

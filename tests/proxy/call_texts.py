@@ -8,11 +8,15 @@ from typing import Any
 from pd.proxy.text.tools.families import (
     DEEPSEEK_V3,
     DEEPSEEK_V31,
+    FUNCTIONGEMMA,
+    GEMMA4,
     GLM45,
     GLM47,
     KIMI_K2,
+    LLAMA3_JSON,
     OPENAI,
     PHI4_MINI,
+    PYTHONIC,
     ToolFamily,
 )
 
@@ -48,6 +52,8 @@ HARMONY_CLOSERS = json.dumps({"city": "<|end|><|call|><|start|>"})
 KIMI_END = "<|tool_call_end|>"
 KIMI_CLOSERS = json.dumps({"city": f"<|tool_call_end|>{END_SECTION}"})
 PARIS_TEXT = json.dumps(PARIS)
+FUNCTION_CALL, END_FUNCTION = "<start_function_call>call:", "<end_function_call>"
+TOOL_CALL, END_TOOL = "<|tool_call>call:", "<tool_call|>"
 CLOSERS = {"city": f"```{CALL_END}{END}"}
 CLOSERS_TEXT = json.dumps(CLOSERS, indent=2, ensure_ascii=False)
 
@@ -141,6 +147,26 @@ REAL: list[Case] = [
         "I look.OK",
         [("get_weather", {"city": "]<|/tool_call|>"})],
     ),
+    # Gemma 3's blocks.
+    (
+        PYTHONIC,
+        "I look.\n```tool_code\n[get_weather(city='```'), get-time()]\n```\nand\n"
+        "```tool_code\nget_weather(city='Paris')\nget-time()\n```",
+        "I look.\nand\n",
+        [
+            ("get_weather", {"city": "```"}),
+            ("get-time", {}),
+            ("get_weather", PARIS),
+            ("get-time", {}),
+        ],
+    ),
+    (PYTHONIC, "```tool_code\nget-time()\n``` OK", "OK", [("get-time", {})]),
+    (
+        LLAMA3_JSON,
+        '```json\n{"name": "get_weather", "parameters": {"city": "```"}}\n```\nOK',
+        "OK",
+        [("get_weather", {"city": "```"})],
+    ),
     (OPENAI, f"{ANALYSIS}{COMMENTARY}{PARIS_TEXT}<|call|>", "", [("get_weather", PARIS)]),
     (
         OPENAI,
@@ -157,6 +183,78 @@ REAL: list[Case] = [
         [("get-time", {"a": 1})],
     ),
     (KIMI_K2, kimi("functions.get-time", '{"a": 1}'), "", [("get-time", {"a": 1})]),
+    (
+        FUNCTIONGEMMA,
+        f"I look.{FUNCTION_CALL}get_weather{{city:<escape>Paris<escape>}}{END_FUNCTION}"
+        f"{FUNCTION_CALL}get-time{{}}{END_FUNCTION}",
+        "I look.",
+        [("get_weather", PARIS), ("get-time", {})],
+    ),
+    (
+        FUNCTIONGEMMA,
+        f'{FUNCTION_CALL}get_weather{{city:<escape>}}{END_FUNCTION}<esc\n{{"<escape>,days:3,places:['
+        f"<escape>a<escape>,<escape><escape>]}}{END_FUNCTION} OK",
+        "OK",
+        [
+            (
+                "get_weather",
+                {"city": f'}}{END_FUNCTION}<esc\n{{"', "days": 3, "places": ["a", ""]},
+            )
+        ],
+    ),
+    (
+        GEMMA4,
+        f'I look. {TOOL_CALL}get_weather{{city:<|"|>Paris<|"|>,days:2,deep:{{a:[1,{{b:true}}],'
+        f'c d:<|"|>{END_TOOL}}}<|"<|"|>}},note:null}}{END_TOOL}{TOOL_CALL}get-time{{}}{END_TOOL}',
+        "I look. ",
+        [
+            (
+                "get_weather",
+                {
+                    "city": "Paris",
+                    "days": 2,
+                    "deep": {"a": [1, {"b": True}], "c d": f'{END_TOOL}}}<|"'},
+                    "note": None,
+                },
+            ),
+            ("get-time", {}),
+        ],
+    ),
+    # Deviations that users of the models have reported: a text without its first delimiter, quotes
+    # of JSON and Python, names in quotes, other signs after names, and spaces.
+    (
+        GEMMA4,
+        f'{TOOL_CALL}get_weather{{city:Paris, in France<|"|>,days:5,"unit":\'celsius\','
+        f'<|"|>note<|"|>: "a\\"\\u00e4\\ud83d\\ude00", places=["x", \'y\', z, 5]}} {END_TOOL}',
+        "",
+        [
+            (
+                "get_weather",
+                {
+                    "city": "Paris, in France",
+                    "days": 5,
+                    "unit": "celsius",
+                    "note": 'a"ä😀',
+                    "places": ["x", "y", "z", 5],
+                },
+            )
+        ],
+    ),
+    (
+        GEMMA4,
+        f'{TOOL_CALL}get_weather{{city:5,a:None,b c:x, at 5:30, y,<|"|>d<|"|>:True,}}{END_TOOL}',
+        "",
+        [("get_weather", {"city": "5", "a": None, "b c": "x, at 5:30, y", "d": True})],
+    ),
+    (
+        GEMMA4,
+        f'{TOOL_CALL}get_weather{{places:[a b<|"|>,1,],city:}}{END_TOOL}'
+        f"{TOOL_CALL}get-time{END_TOOL}",
+        "",
+        [("get_weather", {"places": ["a b", 1], "city": ""}), ("get-time", {})],
+    ),
+    # A call whose closing tag is missing.
+    (GEMMA4, f"{TOOL_CALL}get-time{{a:[],b:{{}}}}", "", [("get-time", {"a": [], "b": {}})]),
     (
         GLM47,
         "<tool_call>get_weather<arg_key>note</arg_key><arg_value>None</arg_value><arg_key>city"
@@ -182,6 +280,14 @@ MALFORMED: list[tuple[ToolFamily, str]] = [
     (KIMI_K2, f"{SECTION}<|tool_call_begin|>functions.get-time:0"),
     (KIMI_K2, f"{SECTION}{kimi('functions.get?:0', '{}')}{END_SECTION}"),
     (KIMI_K2, f"{SECTION}{kimi('', '{}')}"),
+    (PYTHONIC, "```tool_code\nprint(1)\n``` ```tool_code\nget-time"),
+    (LLAMA3_JSON, '```json\n{"name": "Paris", "population": 2000000}\n```'),
+    (LLAMA3_JSON, "```json\n[1]\n``` ```json"),
+    (FUNCTIONGEMMA, f"{FUNCTION_CALL}get-time"),
+    (FUNCTIONGEMMA, f"<start_function_call>get-time{{}}{END_FUNCTION}"),
+    (GEMMA4, f"{TOOL_CALL}{{}}{END_TOOL}"),
+    (GEMMA4, f"{TOOL_CALL}get time{{}}{END_TOOL}"),
+    (GEMMA4, "the tag <|tool_call> and <|tool_c"),
     (PHI4_MINI, "import functools, functools[no"),
     (PHI4_MINI, 'functools[{"name": "get-time", '),
     (OPENAI, "a <|start|>user<|message|>b"),
@@ -200,6 +306,9 @@ CUT: list[tuple[ToolFamily, str]] = [
     (GLM45, "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Pa"),
     (OPENAI, f'{ANALYSIS}{COMMENTARY}{{"city": "Pa'),
     (PHI4_MINI, 'functools[{"name": "get_weather", "arguments": {"city": "Pa'),
+    (FUNCTIONGEMMA, f"{FUNCTION_CALL}get_weather{{city:<escape>Pa"),
+    (GEMMA4, f'{TOOL_CALL}get_weather{{city:<|"|>Pa'),
+    (GEMMA4, f'{TOOL_CALL}get_weather{{city:"Pa'),
     (KIMI_K2, SECTION + kimi("functions.get_weather:0", '{"city": "Pa').removesuffix(KIMI_END)),
     (GLM47, "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Pa"),
 ]
@@ -210,6 +319,9 @@ BROKEN: list[tuple[ToolFamily, str, str]] = [
     (DEEPSEEK_V31, deepseek_v31("get_weather", '{"city": [1, <b>'), '{"city": [1, <b>'),
     (KIMI_K2, kimi("functions.get_weather:0", '{"city": {'), '{"city": {'),
     (OPENAI, f'{COMMENTARY}{{"city": [1<|call|>', '{"city": [1'),
+    (FUNCTIONGEMMA, f"{FUNCTION_CALL}get_weather{{days:[1{END_FUNCTION}", '{"days": [1'),
+    (GEMMA4, f'{TOOL_CALL}get_weather{{city:<|"|>a<|"|>{END_TOOL}', '{"city": "a"'),
+    (GEMMA4, f"{TOOL_CALL}get_weather{{a:{{b:c,{END_TOOL}", '{"a": {"b": "c,"'),
 ]
 
 # Texts that are meant to hurt.
@@ -221,6 +333,13 @@ HOSTILE: list[tuple[ToolFamily, str]] = [
     (GLM45, "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>" + "</arg_value>" * 50_000),
     (KIMI_K2, f"{kimi('f:0', '{}')}" * 5_000),
     (PHI4_MINI, "functools[" * 20_000),
+    (FUNCTIONGEMMA, "<start_function_call>" * 20_000),
+    (FUNCTIONGEMMA, f"{FUNCTION_CALL}f{{a:" + "<escape" * 30_000),
+    (GEMMA4, f"{TOOL_CALL}f{{a:" + "b," * 50_000),
+    (GEMMA4, f"{TOOL_CALL}f{{" + "a:1," * 30_000),
+    (GEMMA4, f"{TOOL_CALL}f{{a:" + "[" * 100_000),
+    (GEMMA4, f"{TOOL_CALL}f{{a:[" + "x," * 50_000),
+    (GEMMA4, f"{TOOL_CALL}f{{" + " " * 100_000),
     (OPENAI, "<|start|>" * 20_000),
     (OPENAI, "<|channel|>" + "final " * 30_000),
     (OPENAI, "<|channel|>analysis<|message|>a<|end|>" * 5_000),
@@ -242,4 +361,7 @@ BITS = (
     }
 )
 BITS |= {"<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|constrain|>"}
+BITS |= {FUNCTION_CALL, END_FUNCTION, "<escape>", TOOL_CALL, END_TOOL, '<|"|>', "get_weather{"}
+BITS |= {"```tool_code", "get_weather(", ")"}
+BITS |= {"city:", "days=", f"{TOOL_CALL}get_weather{{", f"{TOOL_CALL}get-time{{}}{END_TOOL}"}
 BITS |= {"assistant", " to=functions.get-time", "final", "analysis", FINAL, COMMENTARY}

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 SPECIAL = ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<|im_start|>", "<|im_end|>"]
+SPECIAL += ["<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>']
 # The way of Qwen 3, without what it says of calls.
 QWEN = """
 {%- if tools %}<|im_start|>system

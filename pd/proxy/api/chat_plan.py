@@ -88,7 +88,7 @@ def plan_output(body: ChatRequest, text: TextModel, prompt: RenderedChat) -> Out
     if stage == "after":
         reasoning = None
     if reasoning is not None:
-        kept_tokens |= {reasoning.open, *reasoning.ends}
+        kept_tokens |= set(reasoning.tokens)
     if new_parser is None and (reasoning or options):
         new_calls = None if family is None or options is None else partial(family.parser, options)
         new_parser = partial(_ChatParser, reasoning, stage, new_calls, body.separate_reasoning)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from pd.proxy.text.tools import harmony, kimi, tags
+from pd.proxy.text.tools import gemma, harmony, kimi, tags
 from pd.proxy.text.tools.events import Content, Reasoning
 from pd.proxy.text.tools.reader import Reader
 
@@ -27,6 +27,7 @@ class ReasoningTags(NamedTuple):
     Attributes:
         implied: answers begin inside the reasoning even without an opening tag in the prompt.
         interrupts: tags that begin calls, so they end the reasoning, too.
+        open_token: special token at the beginning of ``open``, if that has other text, too.
         in_channels: an answer consists of messages, of which several may be reasoning
             (:mod:`pd.proxy.text.tools.harmony`).
     """
@@ -36,6 +37,12 @@ class ReasoningTags(NamedTuple):
     implied: bool = False
     interrupts: tuple[str, ...] = ()
     in_channels: bool = False
+    open_token: str = ""
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """Tags that may be special tokens."""
+        return (self.open_token or self.open, *self.ends)
 
     @property
     def ends(self) -> tuple[str, ...]:
@@ -96,6 +103,12 @@ _MISTRAL = ReasoningTags("[THINK]", "[/THINK]")
 _SEED = ReasoningTags("<seed:think>", "</seed:think>")
 _KIMI = _THINK._replace(interrupts=(kimi.SECTION,))
 _DEEPSEEK_R1 = _THINK._replace(implied=True)
+_GEMMA4 = ReasoningTags(
+    "<|channel>thought",
+    "<channel|>",
+    interrupts=(gemma.Gemma4Parser.opening,),
+    open_token="<|channel>",
+)
 _HARMONY = ReasoningTags(harmony.ANALYSIS, harmony.END, in_channels=True)
 # By the names in all servers.
 _FAMILIES = {
@@ -104,6 +117,7 @@ _FAMILIES = {
     "deepseek-r1": _DEEPSEEK_R1,
     "deepseek_v3": _THINK,
     "deepseek-v3": _THINK,
+    "gemma4": _GEMMA4,
     "glm45": _THINK,
     "glm47": _THINK,
     "kimi": _KIMI,
@@ -122,7 +136,7 @@ def find_reasoning_tags(name: str, template: str) -> ReasoningTags | None:
     """
     if name != "auto":
         return _FAMILIES.get(name)
-    known = (_HARMONY, _SEED, _MISTRAL, _KIMI, _THINK)
+    known = (_HARMONY, _GEMMA4, _SEED, _MISTRAL, _KIMI, _THINK)
     return next((each for each in known if each.is_used_in(template)), None)
 
 

@@ -49,6 +49,8 @@ TOKENS = tokenizer()
 MORE_FAMILIES = (
     "deepseek_v3",
     "deepseek_v31",
+    "functiongemma",
+    "gemma4",
     "glm45",
     "glm47",
     "kimi_k2",
@@ -641,3 +643,57 @@ def test_channels_are_reasoning_content_and_calls(cluster: Cluster, tmp_path: Pa
     assert hidden.choices[0].message.content == f"{thought}Sunny."
     model.ask(texts[0], tool_choice="required")
     assert "to=functions.clock <|constrain|>json" in json.dumps(model.structural_tag(5))
+
+
+# Gemma 4's way of the prompt, without its declarations of functions.
+GEMMA = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|turn>{{ m.role }}\n"
+    "{{ m.content }}{% for call in m.tool_calls or [] %}{{ '<|tool_call>call:' }}"
+    "{{ call.function.name }}{{ '{' }}{% for key, value in call.function.arguments | dictsort %}"
+    "{{ key }}:<|\"|>{{ value }}<|\"|>{% endfor %}{{ '}<tool_call|>' }}{% endfor %}<turn|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|turn>model\n"
+    "{% if not enable_thinking | default(false) %}{{ '<|channel>thought\\n<channel|>' }}{% endif %}"
+    "{% endif %}"
+)
+
+
+def test_gemmas_thoughts_and_calls_are_found_by_its_special_tokens(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    model = Scripted(cluster, tmp_path, GEMMA)
+    thinking = {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
+    call = '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>}<tool_call|>'
+    text = f"<|channel>thought\nI look.\n<channel|>Well.{call}"
+    (choice,) = model.ask(text, **thinking).choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.reasoning_content == "I look.\n"
+    assert choice.message.content == "Well."
+    assert calls_of(choice.message) == CITIES[:1]
+    deltas = [chunk.choices[0].delta for chunk in model.ask(text, stream=True, **thinking)]
+    parts = [part.function.arguments for each in deltas for part in each.tool_calls or []]
+    assert json.loads("".join(parts)) == {"city": "Paris"}
+    assert "".join(getattr(each, "reasoning_content", None) or "" for each in deltas) == "I look.\n"
+    # Without thoughts the answer begins after them.
+    (choice,) = model.ask("Sunny.").choices
+    assert (choice.message.reasoning_content, choice.message.content) == (None, "Sunny.")
+    model.ask(call, tool_choice="required", **thinking)
+    tag = model.structural_tag(4)
+    assert tag["elements"][0]["content"]["elements"][0]["begin"] == "<|channel>thought"
+    assert "call:get_weather" in json.dumps(tag)
+    history = [
+        {"role": "user", "content": "Paris?"},
+        choice.message.model_dump(exclude_none=True)
+        | {
+            "content": "",
+            "tool_calls": [
+                {
+                    "id": "c",
+                    "type": "function",
+                    "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'},
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": "Sunny."},
+    ]
+    model.ask("Sunny.", messages=history)
+    assert call in model.prompt(5)

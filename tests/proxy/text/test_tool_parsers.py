@@ -24,6 +24,8 @@ from pd.proxy.text.tools.events import Arguments, CallStart, Content, Reasoning
 from pd.proxy.text.tools.families import (
     DEEPSEEK_V3,
     DEEPSEEK_V31,
+    FUNCTIONGEMMA,
+    GEMMA4,
     GLM45,
     GLM47,
     HERMES,
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 
 FAMILIES = [HERMES, QWEN3_CODER, LLAMA3_JSON, PYTHONIC, MISTRAL]
 FAMILIES += [DEEPSEEK_V3, DEEPSEEK_V31, GLM45, GLM47, KIMI_K2, OPENAI, PHI4_MINI]
+FAMILIES += [FUNCTIONGEMMA, GEMMA4]
 WEATHER = {
     "type": "function",
     "function": {
@@ -688,6 +691,46 @@ def test_kimis_calls_end_its_reasoning() -> None:
                 ]
 
 
+# Templates of Gemma 4 name its channel and its calls.
+GEMMA4_TEMPLATE = "{{ '<|channel>thought\\n' + text + '<channel|>' }}<|tool_call>call:"
+
+
+@pytest.mark.parametrize("size", [1, 4, None])
+def test_gemmas_thoughts_end_at_their_tag_or_at_a_call(size: int | None) -> None:
+    tags = find_reasoning_tags("gemma4", "")
+    assert tags is not None
+    assert find_reasoning_tags("auto", GEMMA4_TEMPLATE) == tags
+    call = f"{call_texts.TOOL_CALL}f{{}}{call_texts.END_TOOL}"
+    for text, reasoning, content in (
+        ("<|channel>thought\nI <think>.\n<channel|>Yes.", "I <think>.\n", "Yes."),
+        ("<|channel>thought\n<channel|>Yes.", "", "Yes."),
+        (f"<|channel>thought\nI look.\n{call}", "I look.\n", call),
+        ("<|channel>thought\nI look.<chan", "I look.<chan", ""),
+        ("<|channel>thou", "", "<|channel>thou"),
+        ("Yes.<channel|>", "", "Yes.<channel|>"),
+    ):
+        events = read(ReasoningParser(tags, "before", verbatim=False), text, size)
+        assert "".join(part for kind, part in events if kind == "Reasoning") == reasoning
+        assert "".join(part for kind, part in events if kind == "Content") == content
+        verbatim = read(ReasoningParser(tags, "before", verbatim=True), text, size)
+        assert "".join(part for _, part in verbatim) == text
+
+
+def test_the_prompt_says_whether_gemma_thinks() -> None:
+    tags = find_reasoning_tags("gemma4", "")
+    assert tags is not None
+    stages = [
+        tags.find_stage(tail, None)
+        for tail in (
+            "<|turn>model\n",
+            "<|turn>model\n<|channel>thought\n<channel|>",
+            "<tool_response|><|channel>thought\n",
+            "<tool_response|>",
+        )
+    ]
+    assert stages == ["before", "after", "inside", "before"]
+
+
 def test_reasoning_ends_at_its_tag() -> None:
     tags = ReasoningTags("<think>", "</think>")
     for stage, text in (
@@ -812,7 +855,15 @@ TEMPLATES: list[tuple[str, str | None, str]] = [
     ("InternLM", None, '<|action_start|><|plugin|>{"name": "f", "parameters": {}}'),
     ("Command R", None, 'Action: ```json\n[{"tool_name": "f", "parameters": {}}]'),
     ("Command A", None, '<|START_ACTION|>[{"tool_name": "f", "parameters": {}}]<|END_ACTION|>'),
-    ("Gemma", None, "<start_function_call>call:f{a:1}<end_function_call>"),
+    (
+        "FunctionGemma",
+        "functiongemma",
+        "{{- '<start_function_call>call:' + function['name'] + '{' -}}",
+    ),
+    ("Gemma 4", "gemma4", "{{- '<|tool_call>call:' + function['name'] + '{' -}}"),
+    ("Gemma 3, in JSON", "llama3_json", '{"name": function name, "parameters": dictionary of'),
+    ("Gemma 3, in Python", "pythonic", "[func_name1(params_name1=params_value1...), func_name2("),
+    ("Gemma 3, without calls", None, "{{ '<start_of_turn>' + role + '\n' }}<end_of_turn>"),
     (
         "gpt-oss",
         "openai",

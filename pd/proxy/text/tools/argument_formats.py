@@ -20,6 +20,7 @@ from pd.proxy.text.tools.tags import (
     make_text,
 )
 from pd.structured.schema_walk import list_allowed_values
+from pd.structured.string_formats import PATTERNS
 
 if TYPE_CHECKING:
     from pd.proxy.text.tools.functions import Function
@@ -32,6 +33,7 @@ _WHOLE = ("$ref", "enum", "const", "anyOf", "oneOf", "allOf")
 _COUNTED = ("maxProperties", "propertyNames")
 # A closing tag ends a text in XML, so no pattern may let a model write one.
 _MAY_WRITE_TAGS = re.compile(r"(?<!\\)\.|\[\^|\\[SWDP]|<")
+_FORMATS = PATTERNS | {"uuid": "^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$"}
 # We use ranges, because in a negated class xgrammar also accepts bytes that are not UTF-8.
 _NO_TAG = "[ -;=-~\u00a0-\ud7ff\ue000-\uffff\U00010000-\U0010ffff]"
 # Limit on Python parameters if none is required, because the format grows with their square.
@@ -73,7 +75,7 @@ class TagLayout(NamedTuple):
 
     def make_arguments(self, function: Function) -> Format:
         """Make the format of a function's parameters. Raises UnfitError."""
-        required = _list_required(function)
+        required = list_required(function.schema)
         parts = []
         for name, schema in _list_parameters(function, _XML_NAME).items():
             value = self._make_value(self.begin % name, schema, function)
@@ -95,7 +97,7 @@ class TagLayout(NamedTuple):
                     f"the value {short_repr(misread)} of a parameter, which ends a call,"
                 )
             return make_tag(begin, make_choice(*map(make_text, values)), end)
-        pattern = _find_text_pattern(schema) if function.strict is not False else None
+        pattern = find_text_pattern(schema) if function.strict is not False else None
         if pattern is None:
             return make_tag(begin, any_text(), self.end)
         return make_tag(begin, {"type": "regex", "pattern": pattern}, end)
@@ -106,11 +108,13 @@ class TagLayout(NamedTuple):
         return re.search(rf"{re.escape(self.end)}\s*({following})", value) is not None
 
 
-def _find_text_pattern(schema: dict[str, Any]) -> str | None:
+def find_text_pattern(schema: dict[str, Any]) -> str | None:
     """Find the pattern of an unquoted string; None for any string. Raises UnfitError."""
-    if "format" in schema:
-        raise UnfitError("the keyword 'format' of a parameter")
-    pattern = schema.get("pattern")
+    pattern, name = schema.get("pattern"), schema.get("format")
+    if name is not None:
+        if name not in _FORMATS or pattern is not None:
+            raise UnfitError(f"the format {short_repr(name)} of a parameter")
+        pattern = _FORMATS[name]
     if pattern is not None:
         if _MAY_WRITE_TAGS.search(pattern):
             raise UnfitError(f"the pattern {short_repr(pattern)}, which lets '<' be written,")
@@ -122,14 +126,26 @@ def _find_text_pattern(schema: dict[str, Any]) -> str | None:
 
 def make_python_arguments(function: Function) -> Format:
     """Make the format of Python keywords with JSON values. Raises UnfitError."""
-    required = _list_required(function)
+    required = list_required(function.schema)
     parameters = _list_parameters(function, _IDENTIFIER)
-    # Required parameters come first. So only the first one can begin the list, if any is required.
-    names = sorted(parameters, key=lambda name: name not in required)
-    values = [make_sequence(make_text(f"{name}="), json_value(parameters[name])) for name in names]
+    members = {
+        name: make_sequence(make_text(f"{name}="), json_value(schema))
+        for name, schema in parameters.items()
+    }
+    return make_members(members, required, ", ")
+
+
+def make_members(members: dict[str, Format], required: set[str], separator: str) -> Format:
+    """Make the format of a list of members, of which only some are required.
+
+    Required ones come first, because the format grows with the square of the number of those that
+    may begin the list. Raises UnfitError if there are too many.
+    """
+    names = sorted(members, key=lambda name: name not in required)
+    values = [members[name] for name in names]
 
     def list_rest(start: int) -> list[Format]:
-        parts = [make_sequence(make_text(", "), value) for value in values[start:]]
+        parts = [make_sequence(make_text(separator), value) for value in values[start:]]
         return [
             part if name in required else make_optional(part)
             for name, part in zip(names[start:], parts, strict=True)
@@ -137,7 +153,7 @@ def make_python_arguments(function: Function) -> Format:
 
     if not values:
         return EMPTY
-    if required:
+    if names[0] in required:
         return make_sequence(values[0], *list_rest(1))
     if len(values) > _MAX_OPTIONAL:
         raise UnfitError(f"{len(values)} parameters of which none is required")
@@ -159,7 +175,7 @@ def _list_parameters(function: Function, writable: re.Pattern[str]) -> dict[str,
             if keyword in schema:
                 raise UnfitError(f"the keyword {keyword!r} of its parameters as a whole")
         least = schema.get("minProperties", 0)
-        if not isinstance(least, int) or least > len(_list_required(function)):
+        if not isinstance(least, int) or least > len(list_required(function.schema)):
             raise UnfitError("the keyword 'minProperties' of its parameters as a whole")
         for name in get_properties(schema):
             if not writable.fullmatch(name):
@@ -172,6 +188,7 @@ def _list_parameters(function: Function, writable: re.Pattern[str]) -> dict[str,
     }
 
 
-def _list_required(function: Function) -> set[str]:
-    required, names = function.schema.get("required"), get_properties(function.schema)
+def list_required(schema: dict[str, Any]) -> set[str]:
+    """List the properties of an object that are required."""
+    required, names = schema.get("required"), get_properties(schema)
     return {name for name in names if isinstance(required, list) and name in required}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pd.proxy.text.tools import (
     deepseek,
+    gemma,
     glm,
     harmony,
     hermes,
@@ -24,6 +25,7 @@ from pd.proxy.text.tools.argument_formats import (
     make_numbered_arguments,
     make_python_arguments,
 )
+from pd.proxy.text.tools.delimited_formats import make_delimited_arguments
 from pd.proxy.text.tools.tags import CallForm
 
 if TYPE_CHECKING:
@@ -96,6 +98,7 @@ PYTHONIC = ToolFamily(
         separator=", ",
         opening="[",
         closing="]",
+        forbidden=(pythonic.BLOCK,),
     ),
     (pythonic.START, pythonic.END),
 )
@@ -246,6 +249,22 @@ _PHI4_TOKENS = PHI4_MINI._replace(
         forbidden=(phi.WORD,),
     )
 )
+
+
+def _make_gemma(name: str, parser: type[gemma.GemmaParser]) -> ToolFamily:
+    """Make the family of a model whose calls differ from another's only by their tags."""
+    form = CallForm(
+        begin=f"{parser.opening}{gemma.WORD}%s",
+        end=parser.closing,
+        make_arguments=make_delimited_arguments(parser.delimiter),
+        separator="",
+        trigger=parser.opening,
+    )
+    return ToolFamily(name, parser, form, (parser.opening, parser.closing, parser.delimiter))
+
+
+FUNCTIONGEMMA = _make_gemma("functiongemma", gemma.FunctionGemmaParser)
+GEMMA4 = _make_gemma("gemma4", gemma.Gemma4Parser)
 _FAMILIES = {
     family.name: family
     for family in (
@@ -261,6 +280,8 @@ _FAMILIES = {
         KIMI_K2,
         OPENAI,
         PHI4_MINI,
+        FUNCTIONGEMMA,
+        GEMMA4,
     )
 }
 # Names in other servers.
@@ -279,6 +300,8 @@ _ALIASES = {
 # Tags alone are not enough: many families use ``<tool_call>``, and Llama 4's template has the
 # tokens of Python calls but asks for JSON.
 _MARKS = (
+    (GEMMA4, re.compile(re.escape(f"{gemma.Gemma4Parser.opening}{gemma.WORD}"))),
+    (FUNCTIONGEMMA, re.compile(re.escape(f"{gemma.FunctionGemmaParser.opening}{gemma.WORD}"))),
     (GLM45, re.compile(re.escape(glm.KEY))),
     (QWEN3_CODER, re.compile(r"<tool_call><function=.*<parameter=")),
     (MISTRAL, re.compile(re.escape(mistral.OPEN))),

@@ -1,4 +1,4 @@
-"""Llama 3: JSON instead of a text.
+"""Llama 3 and Gemma 3: JSON instead of a text, which Gemma often puts into a block of code.
 
 ::
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pd.proxy.text.tools.incoming import Steps
 
 PYTHON_TAG = "<|python_tag|>"
+BLOCKS, END_BLOCK = ("```json", "```tool_code"), "```"
 ARGUMENT_KEYS = ("parameters", "arguments")
 
 
@@ -34,8 +35,12 @@ class LlamaJsonParser(CallParser):
             self._started = True
             self.source.start_holding()
             yield from self.source.skip_space()
+            block = yield from self.source.read_one_of(BLOCKS)
+            yield from self.source.skip_space()
             if (yield from self.source.peek_character()) == "{":
                 yield from self._read_calls()
+                if block:
+                    yield from self.source.skip_tag(END_BLOCK)
             else:
                 self.emit_text(self.source.take_held())
         while tag := (yield from self.source.pass_until((PYTHON_TAG,), self.emit_text)):

@@ -1,8 +1,14 @@
-"""Llama 3.2 and 4: calls in Python syntax instead of a text.
+"""Llama 3.2 and 4, and Gemma 3: calls in Python syntax instead of a text.
 
 ::
 
     [get_weather(city="Paris", days=[1, 2]), get_time(zone=None)]
+
+Gemma 3 often puts them into a block of code, in a list or not, even after a text::
+
+    ```tool_code
+    get_weather(city="Paris")
+    ```
 
 We accept only keywords, and only values whose meaning is certain. Any other Python, such as
 ``get_weather("Paris")``, ``f"{city}"`` or ``2 * 3``, turns the call into text, if we still hold it.
@@ -13,11 +19,11 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
 from typing import TYPE_CHECKING
 
 from pd.proxy.text.tools.incoming import MalformedError
 from pd.proxy.text.tools.json_text import load_json
+from pd.proxy.text.tools.quoted_texts import pass_quoted
 from pd.proxy.text.tools.reader import CallParser
 
 if TYPE_CHECKING:
@@ -26,32 +32,20 @@ if TYPE_CHECKING:
     from pd.proxy.text.tools.reader import CallOptions
 
 START, END = "<|python_start|>", "<|python_end|>"
+BLOCK, END_BLOCK = "```tool_code", "```"
 _IDENTIFIER = re.compile(r"[A-Za-z0-9_.-]*")
 _WORD = re.compile(r"[A-Za-z0-9_.+-]*")
-_DIGITS = re.compile(r"[0-9A-Fa-f]*")
-_OCTAL = re.compile(r"[0-7]*")
 _MAX_WORD = 128
 _MAX_DEPTH = 64
 _WORDS = {"True": "true", "False": "false", "None": "null"}
-_ESCAPES = {
-    "n": "\n",
-    "t": "\t",
-    "r": "\r",
-    "b": "\b",
-    "f": "\f",
-    "v": "\v",
-    "a": "\a",
-    "\n": "",
-    "/": "/",  # only in JSON
-}
 # Prefixes of strings that are neither bytes nor formatted.
 _PREFIXES = ("r", "R", "u", "U")
-_CODES = {"x": 2, "u": 4, "U": 8}
 _CLOSING = {"[": "]", "(": ")", "{": "}"}
 
 
 class PythonicParser(CallParser):
-    """Reads a list of calls at the beginning of the text, and converts values to JSON as they come.
+    """Reads a list of calls at the beginning of the text, and blocks with calls anywhere. Converts
+    values to JSON as they come.
 
     A list whose first item calls none of the request's functions is content. We hold a call until
     it ends or is longer than ``MAX_UNDECIDED``.
@@ -81,19 +75,33 @@ class PythonicParser(CallParser):
             self._started = True
             source.start_holding()
             yield from source.skip_space()
-            yield from source.read_one_of((START,))
-            yield from source.skip_space()
-            yield from source.expect_tag("[")
-            yield from self._read_list()
-            yield from source.skip_space()
-            yield from source.skip_tag(END)
-        yield from source.pass_rest(self.emit_text)
+            if (yield from source.read_one_of((START, BLOCK))) == BLOCK:
+                yield from self._read_block()
+            else:
+                yield from source.skip_space()
+                yield from source.expect_tag("[")
+                yield from self._read_calls("]")
+                yield from source.skip_space()
+                yield from source.skip_tag(END)
+        while tag := (yield from source.pass_until((BLOCK,), self.emit_text)):
+            source.start_holding(tag)
+            yield from self._read_block()
 
-    def _read_list(self) -> Steps[None]:
+    def _read_block(self) -> Steps[None]:
+        source = self.source
+        yield from source.skip_space()
+        if not (yield from source.read_one_of(("[",))):
+            yield from self._read_calls(END_BLOCK)
+            return
+        yield from self._read_calls("]")
+        yield from source.skip_space()
+        yield from source.skip_tag(END_BLOCK)
+
+    def _read_calls(self, closing: str) -> Steps[None]:
         source = self.source
         while True:
             yield from source.skip_space()
-            if (yield from source.read_one_of(("]",))):
+            if (yield from source.read_one_of((closing,))):
                 source.take_held()
                 return
             name = yield from source.read_while(_IDENTIFIER, _MAX_WORD)
@@ -202,58 +210,9 @@ class PythonicParser(CallParser):
             yield from self.source.expect_tag(",")
 
     def _read_string(self, *, raw: bool = False) -> Steps[None]:
-        source = self.source
-        quote = source.read_characters(1)
         self.emit_arguments('"')
-        if (yield from source.peek_character()) == quote:
-            source.read_characters(1)
-            if (yield from source.peek_character()) != quote:
-                self.emit_arguments('"')
-                return
-            source.read_characters(1)
-            quote *= 3
-        while True:
-            end = yield from source.pass_until((quote, "\\"), self._emit_string_part)
-            if end != "\\":
-                break
-            self._emit_string_part(
-                (yield from self._read_raw_escape() if raw else self._read_escape())
-            )
-        if not end:
-            raise MalformedError
+        yield from pass_quoted(self.source, self.emit_arguments, raw=raw)
         self.emit_arguments('"')
-
-    def _read_raw_escape(self) -> Steps[str]:
-        """Read a backslash and the next character, which does not end the string."""
-        source = self.source
-        source.start_holding("\\")
-        yield from source.require_text()
-        text = "\\" + source.read_characters(1)
-        source.take_held()
-        return text
-
-    def _read_escape(self) -> Steps[str]:
-        source = self.source
-        source.start_holding("\\")
-        yield from source.require_text()
-        char = source.read_characters(1)
-        if char in _CODES:
-            digits = yield from source.read_while(_DIGITS, _CODES[char])
-            if len(digits) < _CODES[char] or int(digits, 16) > sys.maxunicode:
-                raise MalformedError
-            text = chr(int(digits, 16))
-        elif char in "01234567":
-            text = chr(int(char + (yield from source.read_while(_OCTAL, 2)), 8))
-        else:
-            # Python keeps the backslash of an unknown escape.
-            text = _ESCAPES.get(char, char if char in "\\'\"" else "\\" + char)
-        source.take_held()
-        return text
-
-    def _emit_string_part(self, text: str) -> None:
-        # Half a surrogate pair has no bytes, but JSON can name it.
-        lone = len(text) == 1 and "\ud800" <= text <= "\udfff"
-        self.emit_arguments(json.dumps(text, ensure_ascii=lone)[1:-1])
 
 
 def _convert_scalar(word: str) -> str:

@@ -122,10 +122,11 @@ class TaggedValueParser(CallParser):
             if not is_in_string and (yield from self.source.is_followed_by(after)):
                 break
             follow(end)
-        self.emit_arguments(_convert_value("".join(parts)))
+        self.emit_arguments(convert_value("".join(parts)))
 
 
-def _convert_value(written: str) -> str:
+def convert_value(written: str) -> str:
+    """Convert a value to JSON. It is a string if it is not JSON and no word of Python."""
     value = written.strip()
     value = _WORDS.get(value, value)
     try:

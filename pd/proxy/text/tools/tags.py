@@ -175,7 +175,7 @@ class CallForm(NamedTuple):
                 "excludes": list(self.forbidden),
             }
         # A call begins otherwise, so this must be text.
-        begin = {"type": "regex", "pattern": r"[^{\[\s<]"}
+        begin = {"type": "regex", "pattern": r"[^{\[\s<`]"}
         free = make_sequence(begin, any_text(*self.forbidden))
         return make_choice(self.make_calls(functions, several=several), free, EMPTY)
 
