@@ -174,8 +174,8 @@ def _is_short(place: FieldPlace, name: str) -> bool:
     return not advice or bool(_CALLED.fullmatch(advice) or _WITHIN.fullmatch(advice))
 
 
-def list_without_effect() -> dict[FieldPlace, frozenset[str]]:
-    """List the fields of each place that are accepted without effect, as their description says."""
+def list_described(words: str) -> dict[FieldPlace, frozenset[str]]:
+    """List the fields of each place whose description has these words in any case."""
     found, models = {}, [RequestModel]
     while models:
         model = models.pop()
@@ -185,7 +185,7 @@ def list_without_effect() -> dict[FieldPlace, frozenset[str]]:
             found[model.place] = frozenset(
                 field.alias or name
                 for name, field in fields
-                if "without effect" in (field.description or "").lower()
+                if words in (field.description or "").lower()
             )
     return found
 
@@ -193,6 +193,8 @@ def list_without_effect() -> dict[FieldPlace, frozenset[str]]:
 def cell(place: FieldPlace, name: str) -> str:
     """Say in a few words how an endpoint treats a field."""
     if name in OBEYED[place]:
+        if name in REFUSED[place]:
+            return "refused"
         return "no effect" if name in WITHOUT_EFFECT[place] else "yes"
     advice = known_fields.explain_refusal(place, name)
     if called := _CALLED.fullmatch(advice):
@@ -209,7 +211,9 @@ def passes(name: str) -> str:
     return ", ".join(f"`{json.dumps(value)}`" for value in KNOWN[name])
 
 
-WITHOUT_EFFECT = list_without_effect()
+WITHOUT_EFFECT = list_described("without effect")
+# Fields that a model checks itself.
+REFUSED = list_described("refused, because")
 
 
 def _listed(names: list[str]) -> str:

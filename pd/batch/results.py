@@ -33,6 +33,11 @@ class BatchResult(msgspec.Struct):
     response: BatchResponse | None
     error: BatchError | None
 
+    @property
+    def is_success(self) -> bool:
+        """Whether the request got its answer."""
+        return self.response is not None and is_success(self.response.status_code)
+
     def to_line(self) -> bytes:
         return _encoder.encode(self) + b"\n"
 

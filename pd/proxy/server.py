@@ -291,7 +291,7 @@ class Proxy:
         )
         sender = BatchSender(self._app, self._router, self._dispatcher.admission)
         self._batches = BatchRunner(
-            database, batches, files, sender, access, config.batch_concurrency
+            database, batches, files, sender, access, metrics, config.batch_concurrency
         )
 
     def _wake_batches(self) -> None:

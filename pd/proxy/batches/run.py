@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from pd.batch.attempts import try_request
 from pd.batch.output import open_output
 from pd.batch.requests import BatchInput, BatchRequest, id_digest
-from pd.batch.results import BatchError, BatchResult, is_success
+from pd.batch.results import BatchError, BatchResult
 from pd.core.errors import UsageError
 from pd.proxy.storage.batches import (
     OUTPUT_PURPOSE,
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pd.batch.attempts import BatchAttempt
     from pd.batch.output import BatchOutput
     from pd.proxy.batches.sender import BatchSender
+    from pd.proxy.dispatch.proxy_metrics import Metrics
     from pd.proxy.storage.batches import BatchStore
     from pd.proxy.storage.files import FileStore
 
@@ -44,9 +45,16 @@ MAX_REQUESTS = 50_000
 MAX_RETRIES = 5
 # Few requests of more than this many bytes are in memory at a time.
 LARGE_BYTES = 1 << 20
-_EXPIRED = BatchError(
-    "batch_expired", "the completion window of the batch ended before the request had its answer"
-)
+# Results of requests without an answer, by the outcome of their batch.
+_UNANSWERED = {
+    "expired": BatchError(
+        "batch_expired",
+        "the completion window of the batch ended before the request had its answer",
+    ),
+    "cancelled": BatchError(
+        "batch_cancelled", "the batch was cancelled before the request had its answer"
+    ),
+}
 _FULL = BatchProblem(
     "storage_full",
     "your files and the results of your batches have no more room (--files-mb of the proxy); "
@@ -118,7 +126,7 @@ class BatchFiles:
         completed, failed, size = self.progress
         if size + len(line) > room:
             return False
-        is_successful = result.response is not None and is_success(result.response.status_code)
+        is_successful = result.is_success
         self._results[0 if is_successful else 1].append_line(line)
         self._done.add(id_digest(result.custom_id))
         self.progress = BatchProgress(
@@ -188,6 +196,7 @@ class RunningBatch:
         files: FileStore,
         sender: BatchSender,
         limits: BatchLimits,
+        metrics: Metrics,
         stopping: asyncio.Event,
     ) -> None:
         """``stopping``: set when the proxy drains. Requests under way get their answers."""
@@ -197,6 +206,7 @@ class RunningBatch:
         self._store = store
         self._sender = sender
         self._limits = limits
+        self._metrics = metrics
         self._stopping = stopping
         self._ended = asyncio.Event()
         self._reading = asyncio.Lock()
@@ -252,13 +262,23 @@ class RunningBatch:
                 return
             if self.batch.status == "in_progress":
                 await self._finalize()
-            if self.batch.outcome == "expired":
-                await self._files.call(self._files.add_unanswered, _EXPIRED, self.room)
+            # Lines that nobody has checked are no requests.
+            if self.batch.outcome in _UNANSWERED and self.batch.total:
+                await self._add_unanswered(_UNANSWERED[self.batch.outcome])
             found = await self._files.call(self._files.describe, self.batch.output_seconds)
             await self._store.end_batch(self.owner, self.batch.name, self.progress, found)
+            self._metrics.ended_batches.labels(self.batch.outcome).inc()
             logger.info("%s is %s", self.batch.name, self.batch.outcome)
         finally:
             await self._files.close()
+
+    async def _add_unanswered(self, error: BatchError) -> None:
+        failed = self.progress.failed
+        try:
+            await self._files.call(self._files.add_unanswered, error, self.room)
+        except UsageError as problem:  # somebody else changed the input on the disk
+            logger.error("%s has no result for some requests: %s", self.batch.name, problem)
+        self._metrics.batch_requests.labels("failed").inc(self.progress.failed - failed)
 
     async def _finalize(self) -> None:
         """Decide how the batch ends. A cancellation may come first."""
@@ -316,7 +336,10 @@ class RunningBatch:
             if attempt is None:
                 return
             result.response, result.error = attempt.response, attempt.error
-        if not await self._files.call(self._files.add_result, result, self.room):
+        if await self._files.call(self._files.add_result, result, self.room):
+            outcome = "completed" if result.is_success else "failed"
+            self._metrics.batch_requests.labels(outcome).inc()
+        else:
             self.end("failed", _FULL)
 
 

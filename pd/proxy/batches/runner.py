@@ -10,7 +10,7 @@ import os
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pd.core.errors import PDError
 from pd.proxy.batches.run import BatchLimits, RunningBatch, check_input
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
 
     from pd.proxy.batches.sender import BatchSender
+    from pd.proxy.dispatch.proxy_metrics import Metrics
     from pd.proxy.http.access import Access
-    from pd.proxy.storage.batches import BatchStore, OpenBatch, StoredBatch
+    from pd.proxy.storage.batches import BatchStore, OpenBatch, Status, StoredBatch
     from pd.proxy.storage.database import Database
     from pd.proxy.storage.files import FileStore
 
@@ -29,13 +30,29 @@ logger = logging.getLogger(__name__)
 
 # How soon other processes' batches and cancellations are noticed, and progress is saved.
 POLL_SECONDS = 0.5
-# When a batch is tried again after the storage failed.
-RETRY_SECONDS = 30.0
+# When a batch is tried again after the storage failed. The time doubles with each failure.
+RETRY_SECONDS, MAX_RETRY_SECONDS = 30.0, 600.0
 # Batches whose requests are sent at a time, per key and of all keys. They share the proxy's
 # `--batch-concurrency` evenly.
 MAX_KEY_RUNNING, MAX_RUNNING = 2, 32
 _LOCK = "batches.lock"
+# Statuses of batches that have not ended, as the metrics show them.
+_OPEN: tuple[Status, ...] = ("validating", "in_progress", "finalizing", "cancelling")
 _REVOKED = BatchProblem("invalid_api_key", "the proxy does not accept the batch's key any more")
+
+
+class _Retry(NamedTuple):
+    """When to run a batch again.
+
+    Attributes:
+        at: by the monotonic clock.
+        seconds: time from the failure to ``at``.
+        size: bytes of results at the failure.
+    """
+
+    at: float
+    seconds: float
+    size: int
 
 
 class BatchRunner:
@@ -56,6 +73,7 @@ class BatchRunner:
         files: FileStore,
         sender: BatchSender,
         access: Access,
+        metrics: Metrics,
         concurrency: int,
     ) -> None:
         self._database = database
@@ -63,13 +81,16 @@ class BatchRunner:
         self._files = files
         self._sender = sender
         self._access = access
+        self._metrics = metrics
         self._limits = BatchLimits(concurrency)
         self._lock: int | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._runs: dict[str, RunningBatch] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        # Batches whose last run failed, and when to try them again.
-        self._retries: dict[str, float] = {}
+        # Batches whose last run failed.
+        self._retries: dict[str, _Retry] = {}
+        # Whether the last look at the batches failed.
+        self._is_failing = False
         # The input of one batch at a time is checked.
         self._is_checking = False
         self._stopping = asyncio.Event()
@@ -106,8 +127,11 @@ class BatchRunner:
             self._changed.clear()
             try:
                 await self._check_batches()
+                self._is_failing = False
             except (PDError, OSError) as error:
-                logger.error("batches cannot be read: %s", error)
+                if not self._is_failing:
+                    logger.error("batches wait until they can be read and written: %s", error)
+                self._is_failing = True
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), POLL_SECONDS)
 
@@ -122,7 +146,11 @@ class BatchRunner:
         }
         if progress:
             await self._store.save_progress(progress)
-        for each in await self._store.list_open():
+        batches = await self._store.list_open()
+        counts = Counter(each.batch.status for each in batches)
+        for status in _OPEN:
+            self._metrics.open_batches.labels(status).set(counts[status])
+        for each in batches:
             run = self._runs.get(each.batch.name)
             if run is not None:
                 run.note_stored(each.batch, each.used, self._store.limit)
@@ -145,7 +173,8 @@ class BatchRunner:
 
     def _start_if_due(self, each: OpenBatch) -> None:
         owner, batch, used = each
-        if batch.name in self._tasks or time.monotonic() < self._retries.get(batch.name, 0.0):
+        retry = self._retries.get(batch.name)
+        if batch.name in self._tasks or (retry is not None and time.monotonic() < retry.at):
             return
         if batch.status == "validating":
             if not self._is_checking:
@@ -157,7 +186,14 @@ class BatchRunner:
         # Batches that only end need no turn.
         if has_turn or batch.status != "in_progress" or time.time() >= batch.expires:
             run = RunningBatch(
-                owner, batch, self._store, self._files, self._sender, self._limits, self._stopping
+                owner,
+                batch,
+                self._store,
+                self._files,
+                self._sender,
+                self._limits,
+                self._metrics,
+                self._stopping,
             )
             run.note_stored(batch, used, self._store.limit)
             if not self._access.has_owner(owner):
@@ -171,11 +207,16 @@ class BatchRunner:
 
     def _note_ended(self, name: str, task: asyncio.Task[None]) -> None:
         del self._tasks[name]
-        self._runs.pop(name, None)
-        self._retries.pop(name, None)
+        run, retry = self._runs.pop(name, None), self._retries.pop(name, None)
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("%s failed, and is tried again later", name, exc_info=error)
-            self._retries[name] = time.monotonic() + RETRY_SECONDS
+            size = 0 if run is None else run.progress.size
+            # Without a new result, the reason is the same as before.
+            if retry is None or size > retry.size:
+                logger.error("%s stopped, and is tried again now and then", name, exc_info=error)
+                seconds = RETRY_SECONDS
+            else:
+                seconds = min(2 * retry.seconds, MAX_RETRY_SECONDS)
+            self._retries[name] = _Retry(time.monotonic() + seconds, seconds, size)
         self.wake()
 
     async def _check_input(self, batch: StoredBatch) -> None:
@@ -196,4 +237,6 @@ class BatchRunner:
                 return batch.move_to("failed", problems=problems)
             return batch.move_to("in_progress", total=total)
 
-        await self._store.change_batch(batch.name, change)
+        changed = await self._store.change_batch(batch.name, change)
+        if changed.status == "failed":
+            self._metrics.ended_batches.labels(changed.status).inc()

@@ -88,6 +88,15 @@ class Metrics:
             buckets=_LATENCIES,
             registry=r,
         )
+        self.open_batches = Gauge(
+            "pd_proxy_open_batches", "batches that have not ended", ["status"], registry=r
+        )
+        self.ended_batches = Counter(
+            "pd_proxy_ended_batches", "batches that ended with this status", ["status"], registry=r
+        )
+        self.batch_requests = Counter(
+            "pd_proxy_batch_requests", "results of batches' requests", ["outcome"], registry=r
+        )
         self.worker_up = Gauge(
             "pd_proxy_worker_up", "1 if the node can take requests", ["role", "url"], registry=r
         )

@@ -73,6 +73,7 @@ class ScoreRequest(RequestFields):
         True, description="Puts the tokenizer's special tokens, such as BOS, before a text."
     )
     rid: Rid | None = Field(None, description="Name of the request for `/abort_request`.")
+    stream: bool = Field(False, description="Refused, because scores come as a whole.")
 
     def join_prompts(self) -> list[Part]:
         """Join the query and each item."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from pd.core.errors import UnavailableError
 from pd.proxy.storage.directory import make_and_hold
+from pd.proxy.storage.failures import FailureLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,6 +83,7 @@ class Database:
         self._is_writing_log_back = False
         # When the event loop may write again after a slow write.
         self._paused_until = 0.0
+        self._failures = FailureLog()
         # Shows other proxies that the directory is in use.
         self._held: int | None = None
 
@@ -110,7 +112,7 @@ class Database:
                 self._shorten_log(self._connection)
                 return result
             except (sqlite3.Error, OSError) as error:
-                logger.exception("the storage in %s failed", self.directory)
+                self._failures.report(self.directory, error)
                 raise UnavailableError(
                     f"the proxy's storage failed ({error}); send responses with store: "
                     "false, or start the proxy with --storage-dir"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import re
 import time
 import uuid
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
 
 from pd.core.errors import InvalidRequestError, NotFoundError, QueueFullError, UnavailableError
 from pd.proxy.storage.database import lock_database
+from pd.proxy.storage.failures import FailureLog
 
 if TYPE_CHECKING:
     import sqlite3
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pd.proxy.storage.database import Database
-
-logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -146,6 +144,7 @@ class FileStore:
         self.incoming_bytes: Counter[str] = Counter()
         self._uploads: Counter[str] = Counter()
         self._swept = -_SWEEP_SECONDS
+        self._failures = FailureLog()
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="files")
 
     async def run(self, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
@@ -155,7 +154,7 @@ class FileStore:
             try:
                 return function(*args, **options)
             except OSError as error:
-                logger.exception("a file in %s failed", self._database.directory)
+                self._failures.report(self._database.directory, error)
                 raise UnavailableError(
                     f"the proxy's storage failed ({error.strerror}); try again later"
                 ) from None

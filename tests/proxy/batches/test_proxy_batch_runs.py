@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+import threading
+import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import httpx
 import openai
 import pytest
 from fake_node import wait_until
@@ -27,12 +33,15 @@ from proxy_cluster import Cluster
 
 from pd.batch.output import BatchOutput
 from pd.core.errors import SetupError
+from pd.proxy.batches.run import check_input
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from fake_node import FakeNode
+
+    from pd.proxy.storage.batches import BatchProblem
 
 KEY, OTHER_KEY = "key", "other"
 
@@ -186,10 +195,34 @@ def test_a_cancelled_batch_keeps_its_results(held: Served) -> None:
     batch = wait_ended(client, batch)
     assert batch.status == "cancelled" and batch.cancelling_at and batch.cancelled_at
     counts = batch.request_counts
-    assert counts is not None and (counts.total, counts.completed, counts.failed) == (30, 5, 0)
-    assert len(read_results(client, batch.output_file_id)) == 5 and batch.error_file_id is None
+    assert counts is not None and (counts.total, counts.completed, counts.failed) == (30, 5, 25)
+    answers = read_results(client, batch.output_file_id)
+    errors = read_results(client, batch.error_file_id)
+    assert (len(answers), len(errors)) == (5, 25) and answers.keys().isdisjoint(errors)
+    assert {line["error"]["code"] for line in errors.values()} == {"batch_cancelled"}
     with pytest.raises(openai.BadRequestError, match="cancelled"):
         client.batches.cancel(batch.id)
+
+
+def test_a_batch_cancelled_before_its_lines_are_checked_has_no_results(held: Served) -> None:
+    """Its lines may be anything."""
+    client, _ = held
+    waiting = threading.Event()
+
+    def check_later(path: Path, endpoint: str) -> tuple[int, tuple[BatchProblem, ...]]:
+        assert waiting.wait(30)
+        return check_input(path, endpoint)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pd.proxy.batches.runner.check_input", check_later)
+        file = client.files.create(file=("lines.jsonl", b"no line\n"), purpose="batch")
+        batch = client.batches.create(
+            input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h"
+        )
+        assert client.batches.cancel(batch.id).status == "cancelling"
+        waiting.set()
+        batch = wait_ended(client, batch)
+    assert batch.status == "cancelled" and not batch.output_file_id and not batch.error_file_id
 
 
 def test_the_input_of_an_open_batch_cannot_be_deleted(held: Served) -> None:
@@ -311,6 +344,69 @@ def test_a_batch_goes_on_after_the_disk_failed(
     node.auto = True
     batch = wait_ended(client, start(client, make_lines(20)))
     assert batch.status == "completed" and len(read_results(client, batch.output_file_id)) == 20
+
+
+@pytest.mark.one_process("breaks the disk of this process")
+def test_a_full_disk_is_tried_less_and_less_often_and_logged_once(
+    held: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    client, node = held
+    add_line, times, is_full = BatchOutput.append_line, list[float](), threading.Event()
+
+    def fail_while_full(output: BatchOutput, line: bytes) -> None:
+        if is_full.is_set():
+            times.append(time.monotonic())
+            raise SetupError("cannot write the file: no space left")
+        add_line(output, line)
+
+    monkeypatch.setattr(BatchOutput, "append_line", fail_while_full)
+    monkeypatch.setattr("pd.proxy.batches.runner.RETRY_SECONDS", 0.1)
+    monkeypatch.setattr("pd.proxy.batches.runner.MAX_RETRY_SECONDS", 0.4)
+    node.auto = True
+    is_full.set()
+    batch = start(client, make_lines(1))
+    wait_until(lambda: len(times) >= 5)
+    is_full.clear()
+    batch = wait_ended(client, batch)
+    assert batch.status == "completed" and len(read_results(client, batch.output_file_id)) == 1
+    pauses = [after - before for before, after in itertools.pairwise(times)]
+    assert all(pause >= least for pause, least in zip(pauses, [0.1, 0.2, 0.4, 0.4], strict=False))
+    assert [batch.id in each.message for each in caplog.records if each.levelname == "ERROR"] == [
+        True
+    ]
+
+
+def test_metrics_count_batches_and_their_requests(held: Served) -> None:
+    client, node = held
+    before = read_batch_metrics(client)
+    batch = start(client, make_lines(4))
+    reply_to(node, 0, 1)
+    wait_completed(client, batch, 1)
+    wait_until(lambda: read_batch_metrics(client)["pd_proxy_open_batches", "in_progress"] == 1)
+    client.batches.cancel(batch.id)
+    wait_ended(client, batch)
+    wrong = client.files.create(file=("lines.jsonl", b"no line\n"), purpose="batch")
+    failed = client.batches.create(
+        input_file_id=wrong.id, endpoint=COMPLETIONS, completion_window="24h"
+    )
+    assert wait_ended(client, failed).status == "failed"
+    wait_until(lambda: not read_batch_metrics(client)["pd_proxy_open_batches", "cancelling"])
+    after = read_batch_metrics(client)
+    assert after - before == Counter(
+        {
+            ("pd_proxy_ended_batches_total", "cancelled"): 1,
+            ("pd_proxy_ended_batches_total", "failed"): 1,
+            ("pd_proxy_batch_requests_total", "completed"): 1,
+            ("pd_proxy_batch_requests_total", "failed"): 3,
+        }
+    )
+
+
+def read_batch_metrics(client: openai.OpenAI) -> Counter[tuple[str, str]]:
+    """Read the values of metrics of batches by name and label."""
+    text = httpx.get(f"{str(client.base_url).partition('/v1')[0]}/metrics").text
+    found = re.findall(r'^(pd_proxy_\w*batch\w*(?<!_created))\{\w+="(\w+)"\} (\S+)$', text, re.M)
+    return Counter({(name, label): int(float(value)) for name, label, value in found})
 
 
 def test_batches_of_a_removed_key_are_not_continued(cluster: Cluster, tmp_path: Path) -> None:
