@@ -78,8 +78,7 @@ The first one is that of DeepSeek and Qwen3. With `scale_fmt: ue8m0` its scales 
 Other formats are refused by name, and so are dynamic scales for all tokens of a step, because a
 token would depend on its neighbours. A weight is quantized if the checkpoint holds a scale for it,
 so lists such as `ignore` and `modules_to_not_convert` are not read. With `--load-format dummy`
-there are no scales, and we quantize every linear layer except routers, `kv_b_proj` and the head. We
-ignore `k_scale` and `v_scale`, because our KV cache is not in fp8.
+there are no scales, and we quantize every linear layer except routers, `kv_b_proj` and the head.
 
 `--quantization fp8` converts a checkpoint that is not quantized: each row of a weight and each
 token gets a scale. A checkpoint in fp8 stays as it is. The nodes of a pair need the same setting;
@@ -87,6 +86,29 @@ otherwise the proxy does not pair them, and names the difference.
 
 A GPU keeps the weights in fp8. A CPU computes with the weights in float32, so fp8 saves no memory
 there. Inputs are still rounded to fp8, so the answers are those of the format.
+
+## KV cache in fp8
+
+You want twice the tokens in the same memory, or hand-offs of half the size:
+
+```
+pd-launch prefill --model DIR --kv-cache-dtype fp8_e4m3
+pd-launch decode --model DIR --kv-cache-dtype fp8_e4m3
+```
+
+K and V, or the latents of MLA, are kept in fp8 (`float8_e4m3fn`), divided by a scale. The scales
+come from the checkpoint, one of K and one of V for each layer: `k_scale` and `v_scale` below
+`self_attn`, or below its `k_proj` and `v_proj`. Without scales in the checkpoint they are 1, and
+values beyond 448 become 448. Answers change a little, as fp8 has three bits of mantissa.
+
+Every token attends to the rounded values, also to those of its own chunk. So answers depend neither
+on `--chunked-prefill-size` nor on cached prefixes, retraction or hand-offs. All features work with
+it, for every architecture of the table. The cache of a drafter stays in the model's dtype.
+
+All nodes of a model need the same setting. Otherwise the proxy does not pair them, and the decode
+node refuses the prefill node with an error that names both values; we do not convert KV between
+dtypes. `--attention-backend flashinfer` is refused, and `auto` chooses `triton` on a GPU, which
+needs compute capability 8.9 or later.
 
 ## Everything else
 

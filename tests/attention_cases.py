@@ -13,7 +13,7 @@ from pd.kernels.attention import AttentionBatch, LatentShape
 from pd.kernels.attention.torch_backend import TorchAttention
 from pd.kernels.attention.torch_draft import TorchDraft
 from pd.kernels.attention.windows import LayerWindows
-from pd.kernels.kv_store import store_kv
+from pd.kernels.kv_store import UNSCALED, KVScales, store_kv
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -30,6 +30,13 @@ class Pool:
     page_size: int
     num_pages: int
     buffer: torch.Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.buffer.dtype
+
+    def get_scales(self, layer: int) -> KVScales:
+        return UNSCALED
 
     def get_keys(self, layer: int) -> torch.Tensor:
         return self.buffer[layer, 0]

@@ -149,6 +149,12 @@ def add_arguments(parser: argparse.ArgumentParser, role: str) -> None:
 
     start_group("KV cache")
     add_number("--page-size", "tokens per page: 1, 2, 4, … 64")
+    add(
+        "--kv-cache-dtype",
+        "fp8_e4m3: keep K and V in fp8, in half the memory of bfloat16 (default: %(default)s, the "
+        "model's dtype)",
+        choices=choices.KV_CACHE_DTYPES,
+    )
     add_number("--kv-cache-tokens", "size; wins over --mem-fraction")
     share = "share of the device's memory to use (on a CPU at most 4 GiB)"
     add("--mem-fraction", share, type=float, metavar="F")

@@ -16,6 +16,7 @@ PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
 QUANTIZATIONS = ("auto", "fp8")
+KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 SCHEDULE_POLICIES = ("lpm", "fcfs", "lof", "dfs-weight", "priority", "random")
 RADIX_CACHES = ("on", "off")
 EVICTION_POLICIES = ("lru", "lfu", "fifo", "slru", "priority")
@@ -103,6 +104,7 @@ class NodeConfig:
         bootstrap_port: 0 picks a free port. Proxies learn it from the node and tell its peers.
         quantization: auto keeps the weights as the checkpoint has them; fp8 quantizes them when we
             load them.
+        kv_cache_dtype: auto keeps K and V in the dtype of the model.
         kv_cache_tokens: size of the KV cache; overrides ``mem_fraction``.
         drain_timeout: seconds for running requests after SIGTERM.
         retraction_host_memory, grammar_memory, grammar_cache: sizes in bytes.
@@ -126,6 +128,7 @@ class NodeConfig:
     seed: int = 0
     tp_size: int = 1
     page_size: int = 16
+    kv_cache_dtype: str = "auto"
     kv_cache_tokens: int | None = None
     mem_fraction: float = 0.85
     context_length: int | None = None

@@ -16,7 +16,7 @@ from pd.core.sampling_params import SamplingDefaults
 from pd.core.transfer_choice import choose_backend
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 Role = Literal["prefill", "decode", "unified"]
 
@@ -50,6 +50,8 @@ MODEL_PLANE = "model"
 # Planes begin at multiples of this in a pool's memory, as CUDA's own allocations do.
 PLANE_ALIGNMENT = 512
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Dtype of the vectors of planes with scales.
+FP8 = "float8_e4m3fn"
 
 DType = Literal["float32", "bfloat16", "float16"]
 PlaneRanks = Literal["divided", "copied", "first"]
@@ -60,6 +62,10 @@ _HeadDim = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 _Group = Annotated[int, msgspec.Meta(ge=0, lt=MAX_PLANES)]
 _PageSize = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 _Ranks = Annotated[int, msgspec.Meta(ge=1, le=1024)]
+# Limits of scales, within which a float32 has an inverse.
+MIN_SCALE, MAX_SCALE = 2.0**-100, 2.0**100
+_Scale = Annotated[float, msgspec.Meta(ge=MIN_SCALE, le=MAX_SCALE)]
+_Scales = Annotated[tuple[_Scale, ...], msgspec.Meta(max_length=2 * MAX_LAYERS)]
 
 
 class Plane(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -77,6 +83,13 @@ class Plane(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ``first``, rank 0 has the whole plane and the others have nothing.
         group: planes of one group are cached together, so a node has equally many leading tokens
             of a prompt in all of them.
+        dtype: of the vectors that the model writes and reads.
+        scales: None if the pool keeps the vectors in ``dtype``. Otherwise it keeps them in fp8
+            (:data:`FP8`), divided by these scales: one for each vector of each layer, K before V.
+
+    Raises:
+        ValueError: there is not one scale for each vector of each layer (a ValidationError of
+            msgspec on decoding).
     """
 
     name: _Name
@@ -87,19 +100,40 @@ class Plane(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     vectors: Literal[1, 2] = 2
     ranks: PlaneRanks = "divided"
     group: _Group = 0
+    scales: _Scales | None = None
+
+    def __post_init__(self) -> None:
+        if self.scales is not None and len(self.scales) != self.num_layers * self.vectors:
+            raise ValueError(
+                f"plane {self.name!r} has {len(self.scales)} scales for {self.num_layers} layers "
+                f"with {self.vectors} vectors per token"
+            )
+
+    @property
+    def stored_dtype(self) -> str:
+        """Dtype in which the pool keeps the vectors."""
+        return self.dtype if self.scales is None else FP8
+
+    def get_scales(self, layer: int) -> tuple[float, ...]:
+        """Return the scale of each vector of a layer; 1 if the pool keeps them in ``dtype``."""
+        if self.scales is None:
+            return (1.0,) * self.vectors
+        return self.scales[layer * self.vectors : (layer + 1) * self.vectors]
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's vectors in all layers."""
-        row = self.num_heads * self.head_dim * _WIDTHS[self.dtype]
+        width = _WIDTHS[self.dtype] if self.scales is None else 1
+        row = self.num_heads * self.head_dim * width
         return self.num_layers * self.vectors * row
 
     def __str__(self) -> str:
         vectors = "K and V" if self.vectors == 2 else "one vector"
         where = _PLACES[self.ranks]
+        kept = "" if self.scales is None else f" kept in {FP8}"
         return (
             f"{vectors} of {self.num_layers} layers, {self.num_heads} heads x {self.head_dim}, "
-            f"{self.dtype}, {where}, group {self.group}"
+            f"{self.dtype}{kept}, {where}, group {self.group}"
         )
 
 
@@ -361,8 +395,26 @@ def plane_differences(ours: KVLayout, theirs: KVLayout) -> list[tuple[str, objec
     if list(mine) != list(other):
         return [("order of planes", ", ".join(mine), ", ".join(other))]
     return [
-        (f"plane {name!r}: {field}", getattr(mine[name], field), getattr(other[name], field))
+        (f"plane {name!r}: {field}", ours, theirs)
         for name in mine
-        for field in Plane.__struct_fields__
-        if getattr(mine[name], field) != getattr(other[name], field)
+        for field, ours, theirs in _field_differences(mine[name], other[name])
     ]
+
+
+def _field_differences(ours: Plane, theirs: Plane) -> Iterator[tuple[str, object, object]]:
+    """List the fields in which two planes differ, and both values. Of the scales, which are long,
+    name those of the first layer that differ."""
+    for field in Plane.__struct_fields__:
+        values = getattr(ours, field), getattr(theirs, field)
+        if values[0] == values[1]:
+            continue
+        if field != "scales":
+            yield field, *values
+        elif None in values:
+            yield "dtype in the pool", ours.stored_dtype, theirs.stored_dtype
+        else:
+            for layer in range(min(ours.num_layers, theirs.num_layers)):
+                pair = ours.get_scales(layer), theirs.get_scales(layer)
+                if pair[0] != pair[1]:
+                    yield f"scales of layer {layer}", *pair
+                    break

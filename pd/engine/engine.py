@@ -25,7 +25,9 @@ from pd.engine.saved_pages import SavedPages
 from pd.engine.step_graphs import capture_steps, choose_decode_sizes
 from pd.engine.tensor_parallel.leader import Leader, LeadingRunner
 from pd.kernels.attention import find_attention_backend
+from pd.kernels.fp8 import has_fp8
 from pd.models.config_reader import read_model_config
+from pd.models.kv_scales import read_kv_scales
 from pd.models.loader import load_model
 from pd.models.quantization_reader import quantize_at_load
 from pd.models.tensor_parallel import SINGLE, TensorParallel
@@ -237,10 +239,12 @@ class Engine:
             model_config.head_dim,
             latent=model_config.latent is not None,
             windows=model_config.needs_windows,
+            fp8=config.kv_cache_dtype != "auto",
         )
         head_shape = read_head_config(config, model_config)
         planes = [] if head_shape is None else [make_head_plane(head_shape, dtype)]
-        all_planes = (model_config.make_plane(dtype), *extra_planes, *planes)
+        scales = _choose_kv_scales(config, model_config, device)
+        all_planes = (model_config.make_plane(dtype, scales), *extra_planes, *planes)
         layout = KVLayout(all_planes, config.page_size, tp.size)
         part = layout.of_rank(tp.rank)
         model = _load(config, model_config, DTYPES[dtype], device, tp)
@@ -262,9 +266,9 @@ class Engine:
         if device.type == "cuda":
             graphs = _capture_graphs(runner, config, sizes, context_length, progress=tp.rank == 0)
         logger.info(
-            "%s: %s on %s with %s attention, KV cache of %d tokens (%d pages of %d)",
+            "%s: %s on %s with %s attention, KV cache of %d tokens in %s (%d pages of %d)",
             *(config.model_name, dtype, device, attention.name, num_pages * config.page_size),
-            *(num_pages, config.page_size),
+            *(layout.model.stored_dtype, num_pages, config.page_size),
         )
         captured = {
             what: found.sizes
@@ -331,6 +335,24 @@ def choose_kv_dtype(name: str, checkpoint: str | None, device: torch.device) -> 
     if name not in DTYPES:
         raise UsageError(f"--dtype must be auto or one of {', '.join(DTYPES)}, not {name}")
     return cast("DType", name)
+
+
+def _choose_kv_scales(
+    config: NodeConfig, model_config: ModelConfig, device: torch.device
+) -> tuple[float, ...] | None:
+    """Return the scales of K and V in fp8; None to keep them in the model's dtype.
+
+    Raises:
+        UsageError: the checkpoint's scales are unusable, or the device has no fp8.
+    """
+    if config.kv_cache_dtype == "auto":
+        return None
+    if not has_fp8(device):
+        raise UsageError(
+            f"--kv-cache-dtype {config.kv_cache_dtype} needs a GPU with fp8 (compute capability "
+            f"8.9 or later), not {torch.cuda.get_device_name(device)}"
+        )
+    return read_kv_scales(config.model, model_config, config.load_format)
 
 
 def _load(

@@ -38,6 +38,7 @@ def build_identity(config: NodeConfig, model: ModelConfig) -> dict[str, str]:
     found |= {
         **tokenizer,
         "weights": identify_weights(config),
+        "--kv-cache-dtype": config.kv_cache_dtype,
         "--grammar-backend": config.grammar_backend,
         "--grammar-jump-forward": "on" if config.grammar_jump_forward else "off",
     }

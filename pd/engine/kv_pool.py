@@ -12,7 +12,9 @@ import numpy as np
 import torch
 
 from pd.kernels.digest import hash_tokens, sum_digests
+from pd.kernels.fp8 import FP8
 from pd.kernels.kv_copy import gather_parts
+from pd.kernels.kv_store import KVScales
 from pd.kernels.paging import find_token_slots
 
 if TYPE_CHECKING:
@@ -39,7 +41,8 @@ class PoolPlane:
         spec: shape of this rank's part.
         first_layer: number of its first layer among the layers of all planes.
         buffer: contiguous ``[num_layers, vectors, slots, num_heads, head_dim]``, K then V, zero at
-            first. :mod:`pd.kernels.paging` defines the slot of each token.
+            first. :mod:`pd.kernels.paging` defines the slot of each token. Vectors in fp8 are
+            bytes here, because torch has few operations for fp8.
         parts: address of each tensor-parallel rank's buffer as mapped in this process, in the order
             of their heads. All have the shape of ``buffer``, which comes first. A plane whose heads
             are not divided has one part.
@@ -59,6 +62,7 @@ class PlaneView:
 
     def __init__(self, pool: KVPool, plane: PoolPlane) -> None:
         self.page_size, self.num_pages = pool.page_size, pool.num_pages
+        self.dtype = DTYPES[plane.spec.dtype]
         self._pool, self._first = pool, plane.first_layer
 
     def get_keys(self, layer: int) -> torch.Tensor:
@@ -68,6 +72,10 @@ class PlaneView:
     def get_values(self, layer: int) -> torch.Tensor:
         """See :meth:`KVPool.get_values`."""
         return self._pool.get_values(self._first + layer)
+
+    def get_scales(self, layer: int) -> KVScales:
+        """See :meth:`KVPool.get_scales`."""
+        return self._pool.get_scales(self._first + layer)
 
 
 class KVPool:
@@ -107,12 +115,20 @@ class KVPool:
         first = 0
         for spec, extent in zip(layout.planes, extents, strict=True):
             shape = (spec.num_layers, spec.vectors, slots, spec.num_heads, spec.head_dim)
-            buffer = self.memory[extent.start : extent.stop].view(DTYPES[spec.dtype]).view(shape)
+            dtype = DTYPES[spec.dtype] if spec.scales is None else torch.uint8
+            buffer = self.memory[extent.start : extent.stop].view(dtype).view(shape)
             self.planes.append(PoolPlane(spec, first, buffer, (buffer.data_ptr(),)))
             first += spec.num_layers
-        layers = [layer for plane in self.planes for layer in plane.buffer]
-        self._keys: list[torch.Tensor] = [layer[0] for layer in layers]
-        self._values: list[torch.Tensor] = [layer[-1] for layer in layers]
+        self._keys: list[torch.Tensor] = []
+        self._values: list[torch.Tensor] = []
+        self._scales: list[KVScales] = []
+        for plane in self.planes:
+            for layer, vectors in enumerate(plane.buffer):
+                stored = vectors if plane.spec.scales is None else vectors.view(FP8)
+                self._keys.append(stored[0])
+                self._values.append(stored[-1])
+                scales = plane.spec.get_scales(layer)
+                self._scales.append(KVScales(scales[0], scales[-1]))
 
     @staticmethod
     def count_page_bytes(layout: KVLayout) -> int:
@@ -125,8 +141,8 @@ class KVPool:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the model's K and V."""
-        return self.planes[0].buffer.dtype
+        """Dtype of the model's K and V before the pool stores them."""
+        return DTYPES[self.layout.model.dtype]
 
     @property
     def common_memory(self) -> torch.Tensor:
@@ -159,6 +175,10 @@ class KVPool:
     def get_values(self, layer: int) -> torch.Tensor:
         """Return the values of a layer, a view ``[slots, num_heads, head_dim]``."""
         return self._values[layer]
+
+    def get_scales(self, layer: int) -> KVScales:
+        """Return the scales of a layer's keys and values; 1 if they are not in fp8."""
+        return self._scales[layer]
 
     def view_plane(self, name: str) -> PlaneView:
         """Return one plane for an attention backend. Raises KeyError if this rank has no plane of

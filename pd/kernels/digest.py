@@ -36,8 +36,7 @@ def hash_tokens(
     current stream and waits for it.
 
     Args:
-        buffer: plane ``[num_layers, 1 or 2, num_slots, num_heads, head_dim]`` of a 2- or 4-byte
-            dtype.
+        buffer: plane ``[num_layers, 1 or 2, num_slots, num_heads, head_dim]``.
         slots: int64 ``[n]``, slots of the tokens.
         token_start: position of the first token in its sequence.
         first_head: index of the buffer's first head among all ranks' heads.
@@ -71,7 +70,9 @@ def _view_words(buffer: torch.Tensor) -> torch.Tensor:
     """View the pool as integers, as wide as a vector's size allows, because fewer words are
     faster."""
     row = buffer.shape[-1] * buffer.element_size()
-    return buffer.view(torch.int64 if row % 8 == 0 else torch.int16)
+    if row % 8 == 0:
+        return buffer.view(torch.int64)
+    return buffer.view(torch.int16 if row % 2 == 0 else torch.int8)
 
 
 def _reduce_vectors(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 
+from pd.kernels.kv_store import store_rows
 from pd.kernels.norm import rms_norm
 from pd.kernels.rope import apply_rope
 
@@ -65,6 +66,7 @@ def rotate_and_store_latents(
     slots: torch.Tensor,
     *,
     interleaved: bool,
+    scale: float = 1.0,
 ) -> torch.Tensor:
     """Do the work between the projections and attention: rotate the queries, norm the latents,
     rotate the key that all heads share, and write the rows into the pool.
@@ -79,6 +81,7 @@ def rotate_and_store_latents(
         slots: int64 ``[tokens]``, each inside the pool (not checked on a GPU).
         interleaved: whether the rotation turns neighbouring dimensions, see
             :func:`pd.kernels.rope.apply_rope`.
+        scale: of the layer's pool, see :func:`pd.kernels.kv_store.store_rows`.
 
     Returns:
         The new rows, contiguous ``[tokens, 1, kv_rank + rope_dim]``.
@@ -90,5 +93,5 @@ def rotate_and_store_latents(
     rows = latents.new_empty(len(latents), 1, rank + rope_dim)
     rows[:, 0, :rank] = rms_norm(latents[:, :rank], weight, eps)
     rows[..., rank:] = apply_rope(latents[:, None, rank:], cos_sin, interleaved=interleaved)
-    pool.index_copy_(0, slots, rows)
+    store_rows(pool, slots, rows, scale)
     return rows

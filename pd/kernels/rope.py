@@ -8,7 +8,7 @@ import math
 import torch
 
 from pd.kernels.dispatch import uses_triton
-from pd.kernels.kv_store import store_kv
+from pd.kernels.kv_store import UNSCALED, KVScales, store_kv
 from pd.kernels.norm import rms_norm
 
 
@@ -135,6 +135,7 @@ def rotate_and_store(
     q_weight: torch.Tensor | None = None,
     k_weight: torch.Tensor | None = None,
     eps: float = 0.0,
+    scales: KVScales = UNSCALED,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Do the work between the fused projection and attention: the RMS norm of each head of q and k
     if the model has one (Qwen3), their rotation, and the write of k and v into the pool.
@@ -147,6 +148,7 @@ def rotate_and_store(
         slots: int64 ``[tokens]``, each inside the pool (not checked on a GPU).
         q_weight, k_weight: ``[head_dim]``, both or neither.
         eps: epsilon of the norm.
+        scales: of the layer's pool, see :func:`pd.kernels.kv_store.store_kv`.
 
     Returns:
         q ``[tokens, num_heads, head_dim]``, k and v ``[tokens, num_kv_heads, head_dim]``. Their
@@ -156,7 +158,8 @@ def rotate_and_store(
         from pd.kernels import rope_triton
 
         return rope_triton.rotate_and_store(
-            qkv, num_heads, num_kv_heads, cos_sin, keys, values, slots, q_weight, k_weight, eps
+            *(qkv, num_heads, num_kv_heads, cos_sin, keys, values, slots),
+            *(q_weight, k_weight, eps, scales),
         )
     q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     if q_weight is not None and k_weight is not None:
@@ -165,5 +168,5 @@ def rotate_and_store(
     else:
         rotated = apply_rope(qkv[:, : num_heads + num_kv_heads], cos_sin)
         q, k = rotated.split((num_heads, num_kv_heads), dim=1)
-    store_kv(keys, values, slots, k, v)
+    store_kv(keys, values, slots, k, v, scales)
     return q, k, v

@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from pd.kernels.kv_store import UNSCALED, KVScales, invert_scale
+from pd.kernels.kv_store_triton import convert_stored
 from pd.kernels.triton_launch import launch_kernel, start_next, wait_for_previous
 
 # Heads of a token per program.
@@ -56,6 +58,8 @@ def _rotate_and_store(
     k_weight,
     tokens,
     eps,
+    k_inverse,
+    v_inverse,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -67,7 +71,8 @@ def _rotate_and_store(
 ):
     """HEADS heads of one token: q and k are rotated in place; k and v go to the pool.
 
-    A program has HALF pairs of dimensions of a head. The first ROTATED pairs are rotated.
+    A program has HALF pairs of dimensions of a head. The first ROTATED pairs are rotated. A pool in
+    fp8 gets k and v times ``k_inverse`` and ``v_inverse``.
     """
     start_next(PDL)
     wait_for_previous(PDL)
@@ -112,8 +117,10 @@ def _rotate_and_store(
     head = tl.where(is_v, heads - NUM_HEADS - NUM_KV_HEADS, heads - NUM_HEADS)
     row = (slot * NUM_KV_HEADS + head) * 2 * HALF
     pool = tl.where(is_v, values + row, keys + row)
-    tl.store(pool + at_first, out_first, mask=mask & ~is_q)
-    tl.store(pool + at_second, out_second, mask=mask & ~is_q)
+    inverse = tl.where(is_v, v_inverse, k_inverse)
+    TO_FP8: tl.constexpr = keys.dtype.element_ty == tl.float8e4nv
+    tl.store(pool + at_first, convert_stored(out_first, inverse, TO_FP8), mask=mask & ~is_q)
+    tl.store(pool + at_second, convert_stored(out_second, inverse, TO_FP8), mask=mask & ~is_q)
 
 
 def rotate_and_store(
@@ -127,6 +134,7 @@ def rotate_and_store(
     q_weight: torch.Tensor | None,
     k_weight: torch.Tensor | None,
     eps: float,
+    scales: KVScales = UNSCALED,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """:func:`pd.kernels.rope.rotate_and_store`, in place in ``qkv``."""
     tokens, num_all, head_dim = qkv.shape
@@ -147,6 +155,8 @@ def rotate_and_store(
             k_weight if has_norm else qkv,
             tokens,
             eps,
+            invert_scale(scales.key),
+            invert_scale(scales.value),
             NUM_HEADS=num_heads,
             NUM_KV_HEADS=num_kv_heads,
             HALF=head_dim // 2,

@@ -237,12 +237,13 @@ class ModelConfig:
         """Whether the attention backend must have windows and sinks."""
         return bool(self.windows) or self.attention_sinks
 
-    def make_plane(self, dtype: DType) -> Plane:
-        """Make the plane of the KV pool for this model, with the heads of all ranks."""
+    def make_plane(self, dtype: DType, scales: tuple[float, ...] | None = None) -> Plane:
+        """Make the plane of the KV pool for this model, with the heads of all ranks. ``scales`` are
+        those of :class:`pd.core.node_info.Plane`."""
         shape = self.num_layers, self.num_kv_heads, self.head_dim
         if self.latent is None:
-            return Plane(MODEL_PLANE, *shape, dtype)
-        return Plane(MODEL_PLANE, *shape, dtype, vectors=1, ranks="copied")
+            return Plane(MODEL_PLANE, *shape, dtype, scales=scales)
+        return Plane(MODEL_PLANE, *shape, dtype, vectors=1, ranks="copied", scales=scales)
 
     def count_weights(self, num_experts: float) -> float:
         """Count the weights of all layers' matrices with ``num_experts`` experts of each layer (1

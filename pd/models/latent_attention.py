@@ -71,6 +71,7 @@ class LatentAttention(AttentionLayer):
             attention.pool.get_keys(self._layer),
             attention.slots,
             interleaved=latent.interleaved,
+            scale=attention.pool.get_scales(self._layer).key,
         )
         if rows is not None and len(rows) == 0:
             # Latents of all ranks must be written before this layer is reported as done.

@@ -292,6 +292,7 @@ class Attention(AttentionLayer):
             None if self.q_norm is None else self.q_norm.weight,
             None if self.k_norm is None else self.k_norm.weight,
             self._eps,
+            attention.pool.get_scales(self._layer),
         )
         if rows is not None and len(rows) == 0:
             # K and V of all ranks must be written before this layer is reported as done.

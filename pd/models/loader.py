@@ -139,7 +139,7 @@ def load_model(
     ignored = tuple(f"model.layers.{layer}." for layer in ends)
 
     def is_known(name: str, stored: Stored, shard: Path) -> bool:
-        if name.startswith(ignored) or (config.quantization is not None and is_unused(name)):
+        if name.startswith(ignored) or is_unused(name):
             return True
         if name != HEAD or not tied:
             return False

@@ -21,7 +21,8 @@ _SCALES = (".weight_scale", ".weight_scale_inv")
 _INPUT_SCALES = (".input_scale", ".activation_scale")
 # Ending of the names of scales in MXFP4, which have places of their own.
 MXFP4_SCALES = "_scales"
-# Scales of a KV cache in fp8. Our KV has another dtype, so we do not need them.
+# Scales of a KV cache in fp8, which :mod:`pd.models.kv_scales` reads, and of queries and weights of
+# attention, which we do not quantize.
 _UNUSED = ("k_scale", "v_scale", "q_scale", "prob_scale", "kv_scale", "output_scale")
 
 
@@ -159,7 +160,7 @@ def is_scale(name: str) -> bool:
 
 
 def is_unused(name: str) -> bool:
-    """Whether a tensor's name is that of a scale which we do not need."""
+    """Whether a tensor's name is that of a scale which the weights do not need."""
     return name.rpartition(".")[2] in _UNUSED
 
 

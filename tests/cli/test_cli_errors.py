@@ -83,7 +83,7 @@ MISUSES = [
         "prefill --model {root}/model --modle x",
         "unknown flag --modle (did you mean --model?)",
     ),
-    ("prefill --model {root}/model --kv-cache 5", "--kv-cache-tokens?"),
+    ("prefill --model {root}/model --kv-cache-token 5", "--kv-cache-tokens?"),
     ("prefill {root}/model --model {root}/model", "unexpected argument"),
     ("prefill", "--model"),
     ("decode --model {root}/model --bootstrap-port x", "a port is 0 to 65535"),
@@ -218,7 +218,7 @@ MISUSES = [
 # the above. {port} is filled in, too.
 PROCESSES = [
     ("", USAGE, "COMMAND"),
-    ("prefill --model {root}/model --kv-cache 5", USAGE, "--kv-cache-tokens?"),
+    ("prefill --model {root}/model --kv-cache-token 5", USAGE, "--kv-cache-tokens?"),
     ("decode --model {root}/yarn", USAGE, "yarn"),
     ("proxy --prefill http://", USAGE, "http://host:port"),
     ("prefill --model {root}/model --port {port}", ENVIRONMENT, "choose another --port"),

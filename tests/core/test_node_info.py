@@ -215,3 +215,53 @@ def test_impossible_layouts_are_refused_on_decoding(sent: dict[str, Any], compla
     data = msgspec.msgpack.encode(sent)
     with pytest.raises(msgspec.ValidationError, match=complaint):
         msgspec.msgpack.decode(data, type=KVLayout)
+
+
+HALVES = Plane("head", 2, 4, 8, "float16", scales=(0.5, 1.0, 0.5, 2.0))
+
+
+def test_vectors_in_fp8_take_a_byte_per_number() -> None:
+    plain = msgspec.structs.replace(HALVES, scales=None)
+    assert (plain.token_bytes, HALVES.token_bytes) == (2 * 2 * 4 * 8 * 2, 2 * 2 * 4 * 8)
+    assert (plain.stored_dtype, HALVES.stored_dtype) == ("float16", "float8_e4m3fn")
+    assert (plain.get_scales(1), HALVES.get_scales(1)) == ((1.0, 1.0), (0.5, 2.0))
+    two = KVLayout((HALVES,), 16, 2)
+    assert two.of_rank(1).planes == (msgspec.structs.replace(HALVES, num_heads=2),)
+
+
+@pytest.mark.parametrize(
+    ("scales", "complaint"),
+    [
+        (
+            None,
+            "plane 'head': dtype in the pool differs: prefill node P has 'float8_e4m3fn', decode "
+            "node D has 'float16'",
+        ),
+        (
+            (0.5, 1.0, 0.5, 4.0),
+            "plane 'head': scales of layer 1 differs: prefill node P has (0.5, 2.0), decode node D "
+            "has (0.5, 4.0)",
+        ),
+    ],
+)
+def test_planes_in_fp8_fit_only_with_the_same_scales(
+    scales: tuple[float, ...] | None, complaint: str
+) -> None:
+    other = msgspec.structs.replace(HALVES, scales=scales)
+    prefill = msgspec.structs.replace(with_planes(HALVES), instance_id="P", role="prefill")
+    check_compatible(prefill, with_planes(HALVES))
+    with pytest.raises(HandshakeError) as raised:
+        check_compatible(prefill, with_planes(other))
+    assert complaint in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "scales",
+    ["[1,1,1]", "[1,1,1,0]", "[1,1,1,-2]", "[1,1,1,1e-40]", "[1,1,1,1e300]", "[1,1,1,1e999]"],
+)
+def test_a_peer_s_scales_are_checked(scales: str) -> None:
+    text = msgspec.json.encode(HALVES).decode()
+    known = text[text.index("[") : text.index("]") + 1]
+    assert msgspec.json.decode(text, type=Plane) == HALVES
+    with pytest.raises(msgspec.DecodeError):
+        msgspec.json.decode(text.replace(known, scales), type=Plane)

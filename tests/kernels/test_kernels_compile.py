@@ -20,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from pd.kernels import acceptance_triton, fp8_triton, moe_fp8_triton, moe_triton, penalties_triton
+from pd.kernels import rope_triton
 from pd.kernels.attention import triton_kernel
 
 def compiled(kernel, pointers, numbers, constants, tile=None):
@@ -36,7 +37,7 @@ def int64(names):
 
 pool = {"out": "*bf16", "q": "*bf16", "keys": "*bf16", "values": "*bf16", "num_items": "*i32"}
 pool |= {"items": "*i32", "tables": "*i32", "partials": "*fp32", "partial_lse": "*fp32"}
-numbers = {"q_stride": "i32", "scale": "fp32"}
+numbers = {"q_stride": "i32", "scale": "fp32", "value_scale": "fp32"}
 shape = {"KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "PAGE_SIZE": 16, "NUM_FIELDS": 9, "ROWS": 16}
 shape |= {"MERGE_ROWS": 8, "MERGE_SPLITS": 8, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_D": 128}
 shape |= {"PRECISION": "tf32", "PDL": False, "VALUE_DIM": 128, "BLOCK_REST": 16}
@@ -54,6 +55,18 @@ for count in range(len(seen) + 1):
     if count != 1:
         windowed = shape | without | {"WINDOW": 100}
         compiled(triton_kernel.paged_attention, attention | {"sinks": "*fp32"}, numbers, windowed)
+fp8_pool = pool | {"arrivals": "*i32", "keys": "*fp8e4nv", "values": "*fp8e4nv"}
+for each in (shape | {"WINDOW": 100}, shape | latents):
+    without = dict.fromkeys([*seen, "sinks"])
+    compiled(triton_kernel.paged_attention, fp8_pool, numbers, each | without)
+compiled(triton_kernel.paged_attention, fp8_pool | int64(" ".join(seen)), numbers, without_sinks)
+rotated = {name: "*bf16" for name in "qkv q_weight k_weight".split()}
+rotated |= {"cos_sin": "*fp32", "slots": "*i64"}
+sizes = {"tokens": "i32", **dict.fromkeys("eps k_inverse v_inverse".split(), "fp32")}
+heads = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HALF": 64, "ROTATED": 64, "HEADS": 8, "BLOCK": 64}
+for stored, norm in (("*bf16", True), ("*fp8e4nv", False), ("*fp8e4nv", True)):
+    given = rotated | {"keys": stored, "values": stored}
+    compiled(rope_triton._rotate_and_store, given, sizes, heads | {"NORM": norm, "PDL": True})
 tokens = int64("slots places") | {"limits": "*i32", "firsts": "*i32", "tables": "*i32"}
 sizes = {"rows": "i32", "extra_slot": "i32"}
 block = {"PAGE_SIZE": 16, "BLOCK": 128, "PDL": False}
@@ -133,7 +146,7 @@ def test_kernels_of_drafts_compile() -> None:
         [sys.executable, "-c", PROGRAM], env=plain, capture_output=True, text=True, timeout=300
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
-    assert ran.stdout.split().count("paged_attention") == 9
+    assert ran.stdout.split().count("paged_attention") == 12
     assert ran.stdout.split().count("_multiply_blocks") == 24
     assert ran.stdout.split().count("_multiply_rows") == 12
     assert ran.stdout.split().count("_multiply_row") == 4

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from pd.kernels.kv_store import KVScales
     from pd.kernels.latent import LatentHeads
 
 IntArray = npt.NDArray[np.int32]
@@ -27,16 +28,26 @@ class PagedKV(Protocol):
     :mod:`pd.kernels.paging` defines the slot of each token. Every layer has one page more than
     callers may use, page ``num_pages``, at its end. Padding is written there, and only padding
     reads it.
+
+    Keys and values may be in fp8, see :mod:`pd.kernels.kv_store`. Then they are read from the pool
+    even for new tokens.
     """
 
     page_size: int
     num_pages: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of queries, new keys and new values, and of results."""
 
     def get_keys(self, layer: int) -> torch.Tensor:
         """Return the keys of a layer, contiguous ``[slots, kv_heads, head_dim]``."""
 
     def get_values(self, layer: int) -> torch.Tensor:
         """Return the values of a layer, contiguous ``[slots, kv_heads, head_dim]``."""
+
+    def get_scales(self, layer: int) -> KVScales:
+        """Return the scales of a layer's keys and values."""
 
 
 class LatentShape(NamedTuple):
@@ -118,7 +129,7 @@ class PlannedAttention(ABC):
         """Attend to everything that each token sees.
 
         Args:
-            q: ``[tokens, heads, head_dim]``, rotated, in the pool's dtype and on its device. The
+            q: ``[tokens, heads, head_dim]``, rotated, in ``pool.dtype`` and on its device. The
                 last two dimensions are contiguous, so you can pass a slice of fused projections.
             k, v: keys and values of the new tokens, ``[tokens, kv_heads, head_dim]``, likewise;
                 already in the pool.

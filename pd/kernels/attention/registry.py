@@ -27,6 +27,7 @@ class ListedBackend(NamedTuple):
         dtypes, head_dims: the supported ones; empty if all are.
         has_latents: whether it attends to rows of latents, too.
         has_windows: whether it has sliding windows and sinks.
+        has_fp8: whether it reads keys and values in fp8.
     """
 
     location: str
@@ -35,6 +36,7 @@ class ListedBackend(NamedTuple):
     head_dims: tuple[int, ...] = ()
     has_latents: bool = False
     has_windows: bool = False
+    has_fp8: bool = False
 
 
 # The best comes first. ``pd.core.config.ATTENTION_BACKENDS`` has the same names for the command
@@ -51,9 +53,13 @@ BACKENDS: dict[str, ListedBackend] = {
         library="triton",
         has_latents=True,
         has_windows=True,
+        has_fp8=True,
     ),
     "torch": ListedBackend(
-        "pd.kernels.attention.torch_backend:TorchAttention", has_latents=True, has_windows=True
+        "pd.kernels.attention.torch_backend:TorchAttention",
+        has_latents=True,
+        has_windows=True,
+        has_fp8=True,
     ),
 }
 # Chosen by ``auto`` if FlashInfer and Triton are both usable.
@@ -68,18 +74,21 @@ def find_attention_backend(
     *,
     latent: bool = False,
     windows: bool = False,
+    fp8: bool = False,
 ) -> type[AttentionBackend]:
     """Return the class called ``name``; ``auto`` picks the best that is available and fits.
 
     Args:
+        dtype: of queries.
         latent: whether the pool has rows of latents.
         windows: whether layers have sliding windows or sinks.
+        fp8: whether keys and values are in fp8.
 
     Raises:
         UsageError: the backend is missing or does not fit; the message names alternatives.
     """
     obstacles = {
-        known: _find_obstacle(listed, device, dtype, head_dim, latent, windows)
+        known: _find_obstacle(listed, device, dtype, head_dim, latent, windows, fp8)
         for known, listed in BACKENDS.items()
     }
     usable = [known for known, obstacle in obstacles.items() if not obstacle]
@@ -107,10 +116,11 @@ def make_attention_backend(
     backend = find_attention_backend(
         name,
         sample.device,
-        sample.dtype,
+        pool.dtype,
         sample.shape[-1],
         latent=latent is not None,
         windows=bool(windows),
+        fp8=sample.dtype != pool.dtype,
     )
     return backend(pool, num_heads, latent, windows)
 
@@ -128,12 +138,15 @@ def _find_obstacle(
     head_dim: int,
     latent: bool,
     windows: bool,
+    fp8: bool,
 ) -> str:
     """Return why a backend cannot be used; an empty string if it can."""
     if latent and not listed.has_latents:
         return "it has no latent attention (MLA)"
     if windows and not listed.has_windows:
         return "it has no sliding windows or attention sinks"
+    if fp8 and not listed.has_fp8:
+        return "it has no KV cache in fp8"
     if not listed.library:
         return ""
     if device.type != "cuda":

@@ -12,14 +12,14 @@ def attend_with_sinks(
     k: torch.Tensor,
     v: torch.Tensor,
     mask: torch.Tensor | None,
-    scale: float | None,
+    scale: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Do ``scaled_dot_product_attention`` with ``sinks``, which broadcast with a column of the
     scores; None for none."""
     if sinks is None:
         return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    scores = (q @ k.transpose(-1, -2)).float() * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = (q @ k.transpose(-1, -2)).float() * scale
     if mask is not None:
         scores += mask
     column = sinks.float().expand(*scores.shape[:-1], 1)

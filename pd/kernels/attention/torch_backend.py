@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from pd.kernels.attention.sinks import attend_with_sinks
 from pd.kernels.attention.torch_draft import TorchDraft
 from pd.kernels.attention.trees import find_trees, pack_trees
 from pd.kernels.attention.windows import LayerWindows, keep_last
+from pd.kernels.kv_store import clear_rows, read_pages, scale_result
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -83,9 +85,10 @@ class TorchAttention(AttentionBackend):
     ) -> None:
         self.pool, self._latent = pool, latent
         self._windows = LayerWindows(windows)
-        self._scale = None if latent is None else latent.scale
         sample = pool.get_keys(0)
-        self._device, self._dtype = sample.device, sample.dtype
+        self._scale = 1 / math.sqrt(sample.shape[-1]) if latent is None else latent.scale
+        self._device, self._dtype = sample.device, pool.dtype
+        self._is_widened = sample.dtype != pool.dtype
         self.slots = torch.empty(0, dtype=torch.int64)
         self._stale: torch.Tensor | None = None
         self._buckets: list[_DecodeBucket] = []
@@ -131,19 +134,23 @@ class TorchAttention(AttentionBackend):
         window = self._windows.of_layer(layer)
         keys, values = self.pool.get_keys(layer), self.pool.get_values(layer)
         if self._stale is not None:
-            keys.index_fill_(0, self._stale, 0)
-            values.index_fill_(0, self._stale, 0)
+            clear_rows(keys, self._stale)
+            clear_rows(values, self._stale)
+        scales = self.pool.get_scales(layer)
+        # Scales are factors of all scores and of all results, so we need not scale keys and values.
+        scale = self._scale * scales.key
         if len(self._buckets) == 1 and self._buckets[0].rows is None:
-            return self._attend_bucket(self._buckets[0], window, q, keys, values, sinks)
+            out = self._attend_bucket(self._buckets[0], window, scale, q, keys, values, sinks)
+            return scale_result(out, scales)
         out = q.new_empty(*q.shape[:2], v.shape[2])
         for bucket in self._buckets:
             assert bucket.rows is not None
             some = q.index_select(0, bucket.rows)
-            attended = self._attend_bucket(bucket, window, some, keys, values, sinks)
+            attended = self._attend_bucket(bucket, window, scale, some, keys, values, sinks)
             out.index_copy_(0, bucket.rows, attended)
         for chunk in self._chunks:
-            self._attend_chunk(chunk, window, q, k, v, keys, values, sinks, out)
-        return out
+            self._attend_chunk(chunk, window, scale, q, k, v, keys, values, sinks, out)
+        return scale_result(out, scales)
 
     def make_draft_graph(self, rows: int, max_context: int) -> DraftAttention:
         return TorchDraft(self.pool, rows, self._latent, self._windows)
@@ -180,6 +187,7 @@ class TorchAttention(AttentionBackend):
         self,
         bucket: _DecodeBucket,
         window: int,
+        scale: float,
         q: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
@@ -196,13 +204,14 @@ class TorchAttention(AttentionBackend):
         )
         if sinks is not None:
             sinks = sinks.view(kv_heads, -1, 1)
-        out = attend_with_sinks(grouped, k, v, bucket.masks[window], self._scale, sinks)
+        out = attend_with_sinks(grouped, k, v, bucket.masks[window], scale, sinks)
         return out.reshape(*q.shape[:2], -1)
 
     def _attend_chunk(
         self,
         chunk: _Chunk,
         window: int,
+        scale: float,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -220,18 +229,16 @@ class TorchAttention(AttentionBackend):
         if sinks is not None:
             sinks = sinks.view(kv_heads, group, 1, 1)
         hides = sinks is not None or 0 < window < length
-        if chunk.start == 0 and chunk.trees is None and not hides:
+        if chunk.start == 0 and chunk.trees is None and not hides and not self._is_widened:
             k, v = _repeat_heads(k[rows], group), _repeat_heads(v[rows], group)
-            result.copy_(
-                scaled_dot_product_attention(query, k, v, is_causal=True, scale=self._scale)
-            )
+            result.copy_(scaled_dot_product_attention(query, k, v, is_causal=True, scale=scale))
             return
         k, v = (_repeat_heads(x, group) for x in self._gather_kv(keys, values, chunk.pages))
         if chunk.trees is not None:
             seen = chunk.start + length
             k, v = k[:, :, :seen], v[:, :, :seen]
             mask = chunk.trees[window]
-            result.copy_(attend_with_sinks(query, k, v, mask, self._scale, sinks))
+            result.copy_(attend_with_sinks(query, k, v, mask, scale, sinks))
             return
         for first in range(0, length, QUERY_BLOCK):
             stop = min(first + QUERY_BLOCK, length)
@@ -245,7 +252,7 @@ class TorchAttention(AttentionBackend):
                 mask = mask.clone(memory_format=torch.contiguous_format)
             part = slice(low, end)
             result[:, :, first:stop] = attend_with_sinks(
-                query[:, :, first:stop], k[:, :, part], v[:, :, part], mask, self._scale, sinks
+                query[:, :, first:stop], k[:, :, part], v[:, :, part], mask, scale, sinks
             )
 
     def _make_tree_masks(self, start: int, masks: Int64Array) -> dict[int, torch.Tensor]:
@@ -276,16 +283,14 @@ class TorchAttention(AttentionBackend):
     def _gather_kv(
         self, keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gather K and V, see :meth:`_gather_pages`."""
+        """Gather K and V, see :func:`pd.kernels.kv_store.read_pages`."""
         k = self._gather_pages(keys, pages)
         if self._latent is not None:
             return k, k[..., : self._latent.value_dim]
         return k, self._gather_pages(values, pages)
 
     def _gather_pages(self, layer: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-        """Gather ``[pages * page_size, kv_heads, head_dim]``. Each page is one contiguous copy."""
-        paged = layer.view(-1, self.pool.page_size * layer.shape[1] * layer.shape[2])
-        return paged.index_select(0, pages).view(-1, *layer.shape[1:])
+        return read_pages(layer, pages, self.pool.page_size, self._dtype)
 
     def _to_tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)

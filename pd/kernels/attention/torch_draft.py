@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +13,7 @@ from pd.kernels.attention.page_tables import extend_array, make_padded_tables
 from pd.kernels.attention.sinks import attend_with_sinks
 from pd.kernels.attention.trees import MAX_TREE
 from pd.kernels.attention.windows import ALL_KEYS, LayerWindows, keep_last
+from pd.kernels.kv_store import read_pages, scale_result
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,22 +69,23 @@ class TorchDraft(DraftAttention):
         kv_heads, head_dim = k.shape[1:]
         visible = keep_last(self._find_visible(), self._windows.of_layer(layer))
         keys, values = (
-            x.view(-1, self.pool.page_size, kv_heads, head_dim)[self._pages]
+            read_pages(x, self._pages.view(-1), self.pool.page_size, q.dtype)
             .view(self._rows, -1, kv_heads, head_dim)
             # A weight of zero does not hide NaN.
             .masked_fill(~visible[:, :, None, None], 0)
             .transpose(1, 2)
             for x in (self.pool.get_keys(layer), self.pool.get_values(layer))
         )
-        scale = None
+        scales, scale = self.pool.get_scales(layer), 1 / math.sqrt(head_dim)
         if self._latent is not None:
             values, scale = keys[..., : self._latent.value_dim], self._latent.scale
         grouped = q.view(self._rows, kv_heads, -1, head_dim)
         mask = torch.zeros_like(visible, dtype=q.dtype).masked_fill_(~visible, float("-inf"))
         if sinks is not None:
             sinks = sinks.view(kv_heads, -1, 1)
-        out = attend_with_sinks(grouped, keys, values, mask[:, None, None, :], scale, sinks)
-        return out.reshape(*q.shape[:2], -1)
+        mask = mask[:, None, None, :]
+        out = attend_with_sinks(grouped, keys, values, mask, scale * scales.key, sinks)
+        return scale_result(out.reshape(*q.shape[:2], -1), scales)
 
     def _find_visible(self) -> torch.Tensor:
         """Find the keys that each row sees: bool ``[rows, keys]``."""

@@ -112,22 +112,22 @@ def _attend_range(
         if MASKED:
             mask = mask & there[:, None]
         if MASKED or dims.shape[0] != VALUE_DIM:
-            k = tl.load(keys + offsets, mask=mask, other=0.0)
+            k = tl.load(keys + offsets, mask=mask, other=0.0).to(queries.dtype)
         else:
-            k = tl.load(keys + offsets)
+            k = tl.load(keys + offsets).to(queries.dtype)
         if VALUE_DIM < HEAD_DIM:
             v = k
         elif MASKED or dims.shape[0] != VALUE_DIM:
-            v = tl.load(values + offsets, mask=mask, other=0.0)
+            v = tl.load(values + offsets, mask=mask, other=0.0).to(queries.dtype)
         else:
-            v = tl.load(values + offsets)
+            v = tl.load(values + offsets).to(queries.dtype)
         scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION)
         if VALUE_DIM < HEAD_DIM:
             rest_mask = (rest < HEAD_DIM - VALUE_DIM)[None, :]
             if MASKED:
                 rest_mask = rest_mask & there[:, None]
             offsets = slots[:, None] * KV_STRIDE + VALUE_DIM + rest[None, :]
-            k = tl.load(keys + offsets, mask=rest_mask, other=0.0)
+            k = tl.load(keys + offsets, mask=rest_mask, other=0.0).to(queries.dtype)
             scores = tl.dot(rest_queries, tl.trans(k), scores, input_precision=PRECISION)
         if MASKED:
             if SEEN == "causal":
@@ -228,6 +228,7 @@ def paged_attention(
     arrivals,
     q_stride,
     scale,
+    value_scale,
     masks,
     bases,
     token_positions,
@@ -261,7 +262,8 @@ def paged_attention(
         partials: float32 ``[slots, KV_HEADS, ROWS, VALUE_DIM]``, normalized results of splits;
             partial_lse: ``[slots, KV_HEADS, ROWS]``, base-2 logarithms of their softmax sums.
         arrivals: int32 ``[slots, KV_HEADS]``, zero before and after.
-        scale: factor of the scores, times log2(e).
+        scale: factor of the scores, times log2(e). value_scale: factor of the results. Both include
+            the scale of keys and values in fp8, which are converted to the dtype of ``q``.
         masks: int64, one for each token, or None if all tokens are causal. Bit i stands for the key
             i positions after the first token of the tree, or after the token's base.
         bases: int64, for each token the position before which it sees all keys. None if work items
@@ -449,7 +451,7 @@ def paged_attention(
     )
     heads: tl.constexpr = KV_HEADS * GROUP
     empty = total == 0.0
-    result = result / tl.where(empty, 1.0, total)[:, None]
+    result = result / tl.where(empty, 1.0, total)[:, None] * value_scale
     if splits == 1:
         places = (row + token)[:, None] * (heads * VALUE_DIM) + columns
         tl.store(out + places, result.to(out.dtype.element_ty), exists[:, None] & dims_exist)

@@ -151,6 +151,7 @@ class AttentionKernel:
         """Attend ``work``'s rows of ``q`` into the same rows of ``out``; ``masks``, ``bases``,
         ``token_positions``, ``window`` and ``sinks`` as in :func:`paged_attention`."""
         precision = "ieee" if q.dtype == torch.float32 else "tf32"
+        scales = self._pool.get_scales(layer)
         launch_kernel(
             paged_attention,
             (work.capacity * self._kv_heads,),
@@ -166,7 +167,8 @@ class AttentionKernel:
             self._partial_lse,
             self._arrivals,
             q.stride(0),
-            math.log2(math.e) * self._scale,
+            math.log2(math.e) * self._scale * scales.key,
+            scales.value,
             masks,
             bases,
             token_positions,
@@ -215,7 +217,7 @@ class TritonKernels:
         self.pool, self.windows = pool, windows
         self._num_heads, self._tree, self._latent = num_heads, tree, latent
         sample = pool.get_keys(0)
-        self.device, dtype, head_dim = sample.device, sample.dtype, sample.shape[-1]
+        self.device, dtype, head_dim = sample.device, pool.dtype, sample.shape[-1]
         if latent is not None:
             decode = decode or choose_latent_shape(dtype, num_heads, one_token=True)
             chunk = chunk or choose_latent_shape(dtype, num_heads, one_token=False)
@@ -254,7 +256,7 @@ class TritonKernels:
         num_tiles = num_tokens // max(1, 16 // group)
         is_few = num_tiles <= _FEW
         if is_few not in self._tree_kernels:
-            shape = self._tree or choose_tree_shape(sample.dtype, sample.shape[-1], num_tiles)
+            shape = self._tree or choose_tree_shape(self.pool.dtype, sample.shape[-1], num_tiles)
             self._tree_kernels[is_few] = AttentionKernel(
                 self.pool, self._num_heads, shape, self._latent, overlaps=True
             )
