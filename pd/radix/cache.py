@@ -162,12 +162,12 @@ class RadixCache:
         _, matched, _ = self._walk_tree(data, namespace)
         return matched // _INT32.itemsize
 
-    def find_path(self, tokens: IntArray, namespace: str = "") -> list[TreeNode]:
-        """Return the nodes that a match would pass, root first, without any effect.
-
-        The last one may match only in part.
+    def find_path(self, tokens: IntArray, namespace: str = "") -> tuple[list[TreeNode], int]:
+        """Return the nodes that a match would pass, root first, and the number of tokens that it
+        would find, without any effect. The last node may match only in part.
         """
-        return [self._root, *self._walk_tree(self._page_memory(tokens, None), namespace)[0]]
+        path, matched, _ = self._walk_tree(self._page_memory(tokens, None), namespace)
+        return [self._root, *path], matched // _INT32.itemsize
 
     def insert_prefix(
         self,

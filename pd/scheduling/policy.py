@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pd.radix import RadixCache
+    from pd.radix.tree_node import TreeNode
     from pd.scheduling.request import Request
 
     Policy = Callable[[Sequence[Request], RadixCache], list[Request]]
@@ -47,14 +48,22 @@ def depth_first_weight(waiting: Sequence[Request], radix: RadixCache) -> list[Re
     """dfs-weight: depth-first through the radix tree, branches with most waiting requests first.
 
     Requests of one branch therefore run together. Zheng et al. (SGLang, 2024, section 3) prove this
-    order optimal for an offline batch. A request whose path ends at a node comes after deeper ones,
-    because they use the cached prefixes before we evict them.
+    order optimal for an offline batch. The branch used last comes before all others, whatever their
+    weight, because a walk ends a branch before it begins the next one. A request whose path ends at
+    a node comes after deeper ones, because they use the cached prefixes before we evict them.
     """
     paths = [radix.find_path(request.prompt, request.namespace) for request in waiting]
-    weights = Counter(node for path in paths for node in path)
+    weights = Counter(node for path, _ in paths for node in path)
+    begun: dict[TreeNode | None, TreeNode] = {}
+    for node in weights:
+        latest = begun.setdefault(node.parent, node)
+        if node.last_used > latest.last_used:
+            begun[node.parent] = node
 
-    def depth_first(index: int) -> list[tuple[int, int]]:
-        return [*((-weights[node], node.created) for node in paths[index]), (1, 0)]
+    def depth_first(index: int) -> list[tuple[bool, int, int]]:
+        path, matched = paths[index]
+        steps = ((begun[n.parent] is not n, -weights[n], n.created) for n in path)
+        return [*steps, (True, 1, -matched)]
 
     return [waiting[index] for index in sorted(range(len(waiting)), key=depth_first)]
 

@@ -68,10 +68,10 @@ def test_priority_takes_the_most_urgent_and_then_the_oldest() -> None:
     assert order(bench, requests) == ["1: 5", "3: 5", "4: 1", "0: 0", "2: -3"]
 
 
-def test_dfs_weight_follows_the_branch_most_wait_for_and_leaves_it_last() -> None:
+def test_dfs_weight_ends_the_branch_used_last_and_goes_on_where_most_wait() -> None:
     bench = PrefillBench()
     trunk, left, right = DOCUMENT[:8], DOCUMENT, [*DOCUMENT[:8], *STORY[8:]]
-    for tokens in (left, right, [7] * 8):
+    for tokens in (left, [7] * 8, right, [8] * 8, left):
         bench.cache(tokens)
     prompts = {
         "nothing cached": [1] * 8,
@@ -80,10 +80,14 @@ def test_dfs_weight_follows_the_branch_most_wait_for_and_leaves_it_last() -> Non
         "right 1": [*right, 3],
         "seven": [*[7] * 8, 4],
         "right 2": [*right, 5],
+        "half of right": [*right[:12], 6],
+        "eight 1": [*[8] * 8, 7],
+        "eight 2": [*[8] * 8, 8],
     }
     waiting = [make_request(prompt, rid=name) for name, prompt in prompts.items()]
     found = [request.rid for request in POLICIES["dfs-weight"](waiting, bench.memory.radix)]
-    assert found == ["right 1", "right 2", "left", "trunk", "seven", "nothing cached"]
+    in_order = ["left", "right 1", "right 2", "half of right", "trunk"]
+    assert found == [*in_order, "eight 1", "eight 2", "seven", "nothing cached"]
 
 
 def test_random_is_an_order_of_its_own_that_stays() -> None:
