@@ -45,7 +45,7 @@ def check_early(config: NodeConfig) -> None:
         raise UsageError(
             f"--context-length {config.context_length} exceeds the model's {model.context_length}"
         )
-    model.split_by_ranks(config.tp_size)
+    model.split_by_ranks(config.tp_size, config.ep_size)
     if config.speculative_draft_model is not None:
         if config.speculative_algorithm == "eagle":
             EagleConfig.from_pretrained(config.speculative_draft_model, model)

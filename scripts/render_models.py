@@ -35,7 +35,8 @@ differ.
 TAIL = """
 Weights are float32, bfloat16, float16 or [fp8](#fp8). Every architecture
 works with the prefix cache, chunked and mixed prefill, speculation, retraction, `--kv-digest`,
-every transfer backend, unequal page sizes and `--tp-size`.
+every transfer backend, unequal page sizes and `--tp-size`. Every mixture of experts works with
+[`--ep-size`](gpu.md#several-gpus-for-one-node), in every format of weights.
 
 A model with latent attention (MLA) keeps one row per token and layer instead of K and V. With
 `--tp-size`, every rank has all rows: they travel once and are written to every rank. We ignore the
@@ -49,7 +50,7 @@ gpt-oss has windows in every other layer, and attention sinks: learned scores th
 of each head. Its experts have biases and a clamped activation. They may be in MXFP4
 (`quant_method: mxfp4`), as OpenAI publishes them. A GPU keeps them in four bits, and a CPU
 dequantizes them when it loads them. With `--tp-size`, the experts' width has to be a multiple of 32
-on every rank. `--quantization fp8` is refused.
+on every rank; `--ep-size` keeps experts whole. `--quantization fp8` is refused.
 
 GLM-4.5 to 4.7 (`glm4_moe`) rotate a part of each head (`partial_rotary_factor`), and have the
 router and the shared experts of DeepSeek-V3. We ignore their layers for drafts, too.

@@ -166,19 +166,22 @@ def compute_logits(
     token_ids: list[int],
     parts: int = 1,
     plain_modules: tuple[str, ...] = (),
+    expert_parts: int | None = None,
 ) -> torch.Tensor:
     """Have transformers compute the logits ``[tokens, vocabulary]`` of the weights at ``plain``
     with rounded inputs.
 
     Args:
         plain_modules: ends of names of modules whose inputs stay as they are.
+        expert_parts: number of ranks that divide an expert, if not ``parts``.
     """
+    for_experts = parts if expert_parts is None else expert_parts
     # The up-projection of latents is part of attention, so its inputs stay as they are.
     exact = ("kv_b_proj", *plain_modules)
     model, added = reference_model(plain), []
     for name, module in model.named_modules():
         if hasattr(module, "gate_up_proj") and isinstance(module.gate_up_proj, torch.nn.Parameter):
-            module.forward = functools.partial(_run_experts, module, kind, parts)
+            module.forward = functools.partial(_run_experts, module, kind, for_experts)
         elif name.endswith("_proj") and not name.endswith(exact):
             mine = parts if name.endswith(_REDUCED) else 1
             added.append(module.register_forward_pre_hook(functools.partial(_round, kind, mine)))

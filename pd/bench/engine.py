@@ -58,6 +58,7 @@ _SETTINGS = (
     "dtype",
     "page_size",
     "tp_size",
+    "ep_size",
     "chunked_prefill_size",
     "max_running_requests",
     "overlap_schedule",

@@ -110,6 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser, role: str) -> None:
         type=types.parse_device,
     )
     add_number("--tp-size", "GPUs to shard the model over, with a process for each")
+    add_number("--ep-size", "groups of these GPUs, each with other experts of the model")
     add_number(
         "--cpu-threads",
         "threads on a CPU (default: the cores, half of them for prefill and decode)",

@@ -127,6 +127,7 @@ class NodeConfig:
     quantization: str = "auto"
     seed: int = 0
     tp_size: int = 1
+    ep_size: int = 1
     page_size: int = 16
     kv_cache_dtype: str = "auto"
     kv_cache_tokens: int | None = None
@@ -170,6 +171,7 @@ class NodeConfig:
         for name, low in (
             ("kv_cache_tokens", self.page_size),
             ("tp_size", 1),
+            ("ep_size", 1),
             ("max_running_requests", 1),
             ("chunked_prefill_size", 1),
             ("max_overtakes", 0),

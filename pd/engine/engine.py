@@ -152,7 +152,7 @@ class Engine:
         """
         if config.tp_size == 1:
             return cls.build_rank(config, extra_memory=extra_memory, extra_planes=extra_planes)
-        read_model_config(config.model).split_by_ranks(config.tp_size)
+        read_model_config(config.model).split_by_ranks(config.tp_size, config.ep_size)
         leader = Leader(config, find_rank_device(config, 0), extra_planes)
         try:
             engine = cls.build_rank(
@@ -371,6 +371,7 @@ def _load(
         seed=config.seed,
         progress=tp.rank == 0,
         tp=tp,
+        ep_size=config.ep_size,
     )
 
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from pd.models.config import ModelConfig
 
 # We compare the dtype of the KV instead, and the context length is a capacity. No node reads the id
-# of the token that starts a prompt.
-_DECIDES_NOTHING = ("dtype", "context_length", "bos_token_id", "eos_problems")
+# of the token that starts a prompt. Ranks may have any experts.
+_DECIDES_NOTHING = ("dtype", "context_length", "bos_token_id", "eos_problems", "ep_size")
 
 
 def build_identity(config: NodeConfig, model: ModelConfig) -> dict[str, str]:

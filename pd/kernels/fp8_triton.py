@@ -162,16 +162,21 @@ def _quantize_long_rows(
     size,
     width,
     lead,
+    limit,
     BLOCK: tl.constexpr,
     ROUNDS: tl.constexpr,
     GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One row with one scale per program, BLOCK inputs at a time, which it loads twice. So a
-    processor of the GPU has room for several programs."""
+    processor of the GPU has room for several programs. Rows from number ``limit`` on, if given, are
+    left out."""
     start_next(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
+    if limit is not None:  # noqa: SIM102  (the compiler would evaluate both sides of `and`)
+        if row >= tl.load(limit):
+            return
     x += row * x_stride - lead
     places = tl.arange(0, BLOCK)[None, :]
     largest = tl.zeros([1, BLOCK], tl.float32)
@@ -200,6 +205,7 @@ def _quantize_rows(
     num_groups,
     stride,
     lead,
+    limit,
     GROUPS: tl.constexpr,
     SPAN: tl.constexpr,
     ROUNDS: tl.constexpr,
@@ -207,10 +213,13 @@ def _quantize_rows(
     PDL: tl.constexpr,
 ):
     """GROUPS groups of one row per program. GATED: of the gated activation of a row, whose second
-    half is up."""
+    half is up. Rows from number ``limit`` on, if given, are left out."""
     start_next(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
+    if limit is not None:  # noqa: SIM102  (the compiler would evaluate both sides of `and`)
+        if row >= tl.load(limit):
+            return
     groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     places = groups[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
     has_input = (places >= lead) & (places < lead + size)
@@ -515,8 +524,18 @@ def _scale_sums(
     tl.store(out + row * outputs + columns, result.to(out.dtype.element_ty), mask=mask)
 
 
-def quantize_rows(x: torch.Tensor, inputs: Fp8Inputs, is_gated: bool = False) -> Fp8Rows:
-    """:func:`pd.kernels.fp8.quantize_rows`, or :func:`silu_and_quantize`."""
+def quantize_rows(
+    x: torch.Tensor,
+    inputs: Fp8Inputs,
+    is_gated: bool = False,
+    limit: torch.Tensor | None = None,
+) -> Fp8Rows:
+    """:func:`pd.kernels.fp8.quantize_rows`, or :func:`silu_and_quantize`.
+
+    Args:
+        limit: int32 ``[1]``, the number of rows to convert. The rest of the result holds anything.
+            None for all rows.
+    """
     if x.stride(-1) != 1:
         x = x.contiguous()
     rows = _allocate_rows(len(x), inputs, x)
@@ -535,6 +554,7 @@ def quantize_rows(x: torch.Tensor, inputs: Fp8Inputs, is_gated: bool = False) ->
             inputs.size,
             inputs.width,
             inputs.lead,
+            limit,
             BLOCK=_LONG_BLOCK,
             ROUNDS=inputs.rounds_scales,
             GATED=is_gated,
@@ -555,6 +575,7 @@ def quantize_rows(x: torch.Tensor, inputs: Fp8Inputs, is_gated: bool = False) ->
             inputs.num_groups,
             rows.scales.stride(1),
             inputs.lead,
+            limit,
             GROUPS=count,
             SPAN=span,
             ROUNDS=inputs.rounds_scales,

@@ -15,6 +15,7 @@ from pd.kernels.mxfp4 import Mxfp4Weight
 if TYPE_CHECKING:
     from pd.kernels.activation import ClampedGate
     from pd.kernels.fp8 import Weight
+    from pd.kernels.local_experts import LocalExperts
 
 
 def route_tokens(
@@ -94,6 +95,7 @@ def moe_mlp(
     gate_up: Weight | Mxfp4Weight,
     down: Weight | Mxfp4Weight,
     clamp: ClampedGate | None = None,
+    local: LocalExperts | None = None,
 ) -> torch.Tensor:
     """Compute the weighted sum of each token's experts, ``down(silu(gate(x)) * up(x))`` each.
 
@@ -105,6 +107,8 @@ def moe_mlp(
         down: ``[experts, hidden, size]`` in the same format.
         clamp: another activation than silu, and biases. Then the rows of ``gate_up`` alternate gate
             and up.
+        local: which of the layer's experts ``gate_up`` and ``down`` have; None for all. Other
+            experts add nothing to the sums.
 
     Returns:
         A new tensor like ``x``.
@@ -113,20 +117,22 @@ def moe_mlp(
         assert isinstance(down, Fp8Weight) and clamp is None
         from pd.kernels import moe_fp8_triton
 
-        return moe_fp8_triton.moe_mlp(x, weights, ids, gate_up, down)
+        return moe_fp8_triton.moe_mlp(x, weights, ids, gate_up, down, local)
     if uses_triton(x) and isinstance(gate_up, torch.Tensor | Mxfp4Weight):
         assert isinstance(down, torch.Tensor | Mxfp4Weight)
         from pd.kernels import moe_triton
 
-        return moe_triton.moe_mlp(x, weights, ids, gate_up, down, clamp)
+        return moe_triton.moe_mlp(x, weights, ids, gate_up, down, clamp, local)
     top_k = ids.shape[1]
     # Assignments (token, expert) in the order of experts, so each expert's are one slice.
     assigned, order = ids.flatten().sort(stable=True)
     tokens, weights = order // top_k, weights.flatten()[order, None]
     counts = torch.bincount(assigned).tolist()
     out = torch.zeros_like(x)
-    stop = 0
-    for expert, count in enumerate(counts):
+    first_expert = 0 if local is None else local.first
+    stop = sum(counts[:first_expert])
+    mine_only = counts[first_expert : first_expert + _count_matrices(gate_up)]
+    for expert, count in enumerate(mine_only):
         if count == 0:
             continue
         start, stop = stop, stop + count
@@ -140,6 +146,12 @@ def moe_mlp(
             result = linear(inner, second, clamp.down_bias[expert])
         out.index_add_(0, mine, result.mul_(weights[start:stop]))
     return out
+
+
+def _count_matrices(weights: Weight | Mxfp4Weight) -> int:
+    if isinstance(weights, Mxfp4Weight):
+        return len(weights.blocks)
+    return len(weights if isinstance(weights, torch.Tensor) else weights.values)
 
 
 def _select_matrix(weights: Weight | Mxfp4Weight, expert: int, dtype: torch.dtype) -> Weight:

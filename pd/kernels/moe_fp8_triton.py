@@ -14,11 +14,12 @@ import triton.language as tl
 
 from pd.kernels.activation_triton import apply_gate
 from pd.kernels.fp8_triton import Fp8Tile, quantize_rows, sum_products
-from pd.kernels.moe_triton import find_block, sort_by_expert, sum_experts
+from pd.kernels.moe_triton import count_blocks, find_block, sort_by_expert, sum_experts
 from pd.kernels.triton_launch import launch_kernel, start_next, wait_for_previous
 
 if TYPE_CHECKING:
     from pd.kernels.fp8 import Fp8Rows, Fp8Weight
+    from pd.kernels.local_experts import LocalExperts
 
 
 def _choose_tile(rows_per_expert: float, is_gated: bool) -> Fp8Tile:
@@ -115,6 +116,7 @@ def moe_mlp(
     ids: torch.Tensor,
     gate_up: Fp8Weight,
     down: Fp8Weight,
+    local: LocalExperts | None = None,
 ) -> torch.Tensor:
     """:func:`pd.kernels.moe.moe_mlp`. Each token is converted once, for all of its experts."""
     tokens, top_k = ids.shape
@@ -123,16 +125,16 @@ def moe_mlp(
     if count == 0:
         return torch.zeros_like(x)
     weights, ids = weights.contiguous(), ids.contiguous()
-    order, starts = sort_by_expert(ids, experts)
-    used = min(experts, count)
+    first_expert, total = (0, experts) if local is None else local
+    order, starts = sort_by_expert(ids, experts, first_expert)
 
     def multiply(rows: Fp8Rows, matrices: Fp8Weight, outputs: int, is_gated: bool) -> torch.Tensor:
         out = x.new_empty(count, outputs)
-        tile = _choose_tile(count / experts, is_gated)
+        tile = _choose_tile(count / total, is_gated)
         width = matrices.inputs.width
         launch_kernel(
             _multiply_blocks,
-            (triton.cdiv(outputs, tile.outputs), used + (count - used) // tile.rows),
+            (triton.cdiv(outputs, tile.outputs), count_blocks(count, experts, tile.rows)),
             x.device,
             rows.values,
             rows.scales,
@@ -162,5 +164,7 @@ def moe_mlp(
         return out
 
     inner = multiply(quantize_rows(x, gate_up.inputs), gate_up, size, True)
-    results = multiply(quantize_rows(inner, down.inputs), down, hidden, False)
-    return sum_experts(results, top_k)
+    # Other ranks' assignments come last, and have no rows in ``inner``.
+    limit = None if local is None else starts[experts:]
+    results = multiply(quantize_rows(inner, down.inputs, limit=limit), down, hidden, False)
+    return sum_experts(results, ids, experts, local)

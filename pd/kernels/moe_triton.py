@@ -5,6 +5,9 @@ by expert, each expert's assignments are adjacent and are multiplied in blocks o
 MegaBlocks (Gale et al., 2022). Only the device knows the number of blocks, so the grid is the
 largest possible one, and programs beyond the last block end at once. Nothing waits for the GPU, and
 the launches depend only on the number of tokens, because CUDA graphs need that.
+
+If other ranks have some of the experts, we sort only the assignments to our own. Other assignments
+have no block, and no row in the sums, so they cost nothing.
 """
 
 # Triton's language has no types, so kernels have none either.
@@ -24,6 +27,7 @@ from pd.kernels.triton_launch import launch_kernel, start_next, wait_for_previou
 
 if TYPE_CHECKING:
     from pd.kernels.activation import ClampedGate
+    from pd.kernels.local_experts import LocalExperts
     from pd.kernels.mxfp4 import Mxfp4Weight
 
 _SORT_CHUNK = 1024
@@ -105,27 +109,30 @@ def _route_token(
     tl.store(ids + there, experts.to(tl.int64), mask=is_chosen)
 
 
-@triton.jit(do_not_specialize=("count",))
-def _sort_assignments(ids, order, starts, count, CHUNK: tl.constexpr, PDL: tl.constexpr):
-    """One expert per program: the start of its assignments, and the assignments in order."""
+@triton.jit(do_not_specialize=("count", "first_expert"))
+def _sort_assignments(
+    ids, order, starts, count, first_expert, CHUNK: tl.constexpr, PDL: tl.constexpr
+):
+    """One expert per program, from ``first_expert`` on: the start of its assignments, and the
+    assignments in order."""
     start_next(PDL)
     wait_for_previous(PDL)
-    expert = tl.program_id(0)
+    expert = first_expert + tl.program_id(0)
     smaller = tl.zeros([CHUNK], tl.int32)
     for first in range(0, count, CHUNK):
         places = first + tl.arange(0, CHUNK)
         chosen = tl.load(ids + places, mask=places < count, other=0x7FFFFFFF)
-        smaller += (chosen < expert).to(tl.int32)
+        smaller += ((chosen >= first_expert) & (chosen < expert)).to(tl.int32)
     filled = tl.sum(smaller, 0)
-    tl.store(starts + expert, filled)
+    tl.store(starts + tl.program_id(0), filled)
     for first in range(0, count, CHUNK):
         places = first + tl.arange(0, CHUNK)
         is_mine = tl.load(ids + places, mask=places < count, other=-1) == expert
         ranks = tl.cumsum(is_mine.to(tl.int32), 0) - 1
         tl.store(order + filled + ranks, places, mask=is_mine)
         filled += tl.sum(is_mine.to(tl.int32), 0)
-    if expert == tl.num_programs(0) - 1:
-        tl.store(starts + expert + 1, filled)
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        tl.store(starts + tl.num_programs(0), filled)
 
 
 @triton.jit
@@ -280,6 +287,7 @@ def _multiply_blocks(
     scale_step,
     inputs,
     outputs,
+    first_expert,
     alpha,
     limit,
     TOP_K: tl.constexpr,
@@ -302,8 +310,8 @@ def _multiply_blocks(
     with ``biases``, and gate and up alternate. UNPACK: whether matrices with ``scales``, in MXFP4,
     are unpacked by this program. ``scale_pitch`` and ``scale_step`` are the strides of outputs and
     of groups of inputs in ``scales``. AHEAD: of :func:`_sum_mxfp4_products`. SORTED: otherwise each
-    block is one assignment, and ``order`` has their experts. ``outputs`` counts the columns of the
-    result.
+    block is one assignment, and ``order`` has their experts, counted from 0 instead of
+    ``first_expert``. ``outputs`` counts the columns of the result.
     """
     start_next(PDL)
     wait_for_previous(PDL)
@@ -311,8 +319,8 @@ def _multiply_blocks(
         expert, row, stop = find_block(starts, tl.program_id(1), EXPERTS, EXPERTS_BLOCK, ROWS)
     else:
         row = tl.program_id(1)
-        expert, stop = tl.load(order + row).to(tl.int32), row + 1
-    if expert < EXPERTS:
+        expert, stop = tl.load(order + row).to(tl.int32) - first_expert, row + 1
+    if (expert >= 0) & (expert < EXPERTS):
         rows = row + tl.arange(0, ROWS)
         has_row = rows < stop
         assigned = tl.load(order + rows, mask=has_row, other=0) if SORTED else rows
@@ -384,8 +392,19 @@ def _multiply_blocks(
 
 
 @triton.jit
-def _sum_experts(results, out, size, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """The sum of a token's rows, one for each of its experts."""
+def _sum_experts(
+    results,
+    out,
+    ids,
+    size,
+    first_expert,
+    stop_expert,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The sum of a token's rows, one for each of its experts. Given ``ids``, of those experts alone
+    that lie between ``first_expert`` and ``stop_expert``; other rows hold anything."""
     start_next(PDL)
     wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -394,7 +413,12 @@ def _sum_experts(results, out, size, TOP_K: tl.constexpr, BLOCK: tl.constexpr, P
     sums = tl.zeros([BLOCK], tl.float32)
     for place in range(TOP_K):
         row = results + (token * TOP_K + place) * size
-        sums += tl.load(row + columns, mask=mask, other=0.0).to(tl.float32)
+        if ids is None:
+            wanted = mask
+        else:
+            expert = tl.load(ids + token * TOP_K + place)
+            wanted = mask & (expert >= first_expert) & (expert < stop_expert)
+        sums += tl.load(row + columns, mask=wanted, other=0.0).to(tl.float32)
     tl.store(out + token * size + columns, sums.to(out.dtype.element_ty), mask=mask)
 
 
@@ -423,26 +447,44 @@ def route_tokens(
     return weights, ids
 
 
-def sort_by_expert(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sort assignments by expert. Returns int32 ``[assignments]``, their numbers in that order, and
-    int32 ``[experts + 1]``, the start of each expert's assignments."""
+def sort_by_expert(
+    ids: torch.Tensor, experts: int, first_expert: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sort the assignments to ``experts`` experts from ``first_expert`` on. Returns int32
+    ``[assignments]``, their numbers in that order and then anything, and int32 ``[experts + 1]``,
+    the start of each expert's assignments."""
     count, device = ids.numel(), ids.device
     order = torch.empty(count, dtype=torch.int32, device=device)
     starts = torch.empty(experts + 1, dtype=torch.int32, device=device)
-    args = (ids, order, starts, count)
+    args = (ids, order, starts, count, first_expert)
     launch_kernel(_sort_assignments, (experts,), device, *args, CHUNK=_SORT_CHUNK, num_warps=4)
     return order, starts
 
 
-def sum_experts(results: torch.Tensor, top_k: int) -> torch.Tensor:
+def sum_experts(
+    results: torch.Tensor, ids: torch.Tensor, experts: int, local: LocalExperts | None
+) -> torch.Tensor:
     """Sum the rows of each token, ``[tokens * top_k, size]``, in float32. Torch does the same, but
-    does not overlap with the kernels before and after."""
+    does not overlap with the kernels before and after.
+
+    Args:
+        ids: ``[tokens, top_k]``, contiguous.
+        experts: number of this rank's experts; only their rows are read.
+        local: see :func:`pd.kernels.moe.moe_mlp`.
+    """
+    top_k, first = ids.shape[1], 0 if local is None else local.first
     count, size = results.shape
     out = results.new_empty(count // top_k, size)
     grid = len(out), triton.cdiv(size, _SUM_BLOCK)
-    args = (results, out, size)
+    args = (results, out, None if local is None else ids, size, first, first + experts)
     launch_kernel(_sum_experts, grid, out.device, *args, TOP_K=top_k, BLOCK=_SUM_BLOCK, num_warps=4)
     return out
+
+
+def count_blocks(count: int, experts: int, rows: int) -> int:
+    """Return the largest possible number of blocks of ``count`` assignments to some experts."""
+    used = min(experts, count)
+    return used + (count - used) // rows
 
 
 def _split_scales(
@@ -459,6 +501,7 @@ def moe_mlp(
     gate_up: torch.Tensor | Mxfp4Weight,
     down: torch.Tensor | Mxfp4Weight,
     clamp: ClampedGate | None = None,
+    local: LocalExperts | None = None,
 ) -> torch.Tensor:
     """:func:`pd.kernels.moe.moe_mlp`."""
     tokens, top_k = ids.shape
@@ -470,16 +513,16 @@ def moe_mlp(
     if count == 0:
         return torch.zeros_like(x)
     x, weights, ids = x.contiguous(), weights.contiguous(), ids.contiguous()
+    first_expert, total = (0, experts) if local is None else local
     # The experts of a single token differ, so each of its assignments is a block.
-    order, starts = (ids, None) if tokens == 1 else sort_by_expert(ids, experts)
+    order, starts = (ids, None) if tokens == 1 else sort_by_expert(ids, experts, first_expert)
     inner, results = x.new_empty(count, size), x.new_empty(count, hidden)
     unpacks = x.dtype == torch.float32 or not x.is_cuda
     if first_scales is None or unpacks:
-        tile = _choose_tile(count / experts, x.dtype)
+        tile = _choose_tile(count / total, x.dtype)
     else:
-        tile = _choose_mxfp4_tile(count / experts)
-    used = min(experts, count)
-    blocks = used + (count - used) // tile.rows
+        tile = _choose_mxfp4_tile(count / total)
+    blocks = count if starts is None else count_blocks(count, experts, tile.rows)
     biases = (None, None) if clamp is None else (clamp.gate_up_bias, clamp.down_bias)
     alpha, limit = (0.0, 0.0) if clamp is None else (clamp.alpha, clamp.limit)
     assert first_scales is None or clamp is not None, "in MXFP4, gate and up alternate"
@@ -505,6 +548,7 @@ def moe_mlp(
             step,
             source.shape[1],
             outputs,
+            first_expert,
             alpha,
             limit,
             TOP_K=top_k,
@@ -521,4 +565,4 @@ def moe_mlp(
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
-    return sum_experts(results, top_k)
+    return sum_experts(results, ids, experts, local)

@@ -151,6 +151,8 @@ class ModelConfig:
             one head, as wide as a row of their cache.
         kv_replicas: number of neighbouring ranks that have the same KV heads, if there are more
             ranks than KV heads.
+        ep_size: number of groups of neighbouring ranks, each of which has other experts. Unless
+            this is a rank's part (:meth:`split_by_ranks`), it is 1, and so is ``kv_replicas``.
         intermediate_size: width of the MLP, or of one expert if ``num_experts`` > 0.
         attention_bias: whether the q, k and v projections have biases.
         output_bias: whether the projection after attention has a bias.
@@ -210,6 +212,18 @@ class ModelConfig:
     eos_problems: tuple[str, ...] = ()
     bos_token_id: int | None = None
     kv_replicas: int = 1
+    ep_size: int = 1
+
+    @property
+    def num_local_experts(self) -> int:
+        """Experts of which a rank has at least a part."""
+        return self.num_experts // self.ep_size
+
+    @property
+    def shared_size(self) -> int:
+        """Width of the MLP of the shared experts. All ranks divide it, but only the ranks of a
+        group divide an expert."""
+        return self.num_shared_experts * self.intermediate_size // self.ep_size
 
     @property
     def token_flops(self) -> int:
@@ -315,15 +329,18 @@ class ModelConfig:
                 f"{router.num_chosen_groups} leaves {router.num_chosen_groups * size} experts"
             )
 
-    def split_by_ranks(self, tp_size: int) -> ModelConfig:
+    def split_by_ranks(self, tp_size: int, ep_size: int = 1) -> ModelConfig:
         """Return the configuration of one of ``tp_size`` ranks' parts: heads and the width of the
-        MLPs are divided. ``vocab_size`` stays whole, although the output head is divided, too. If
-        there are fewer KV heads than ranks, several ranks have the same one.
+        MLPs are divided. ``vocab_size`` and ``num_experts`` stay whole, although the output head is
+        divided, and so are the experts among ``ep_size`` groups of ranks. If there are fewer KV
+        heads than ranks, several ranks have the same one.
 
         Raises:
-            UsageError: ``tp_size`` does not divide one of these numbers, or blocks of MXFP4.
+            UsageError: ``tp_size`` does not divide one of these numbers, or blocks of MXFP4;
+                ``ep_size`` does not divide ``tp_size`` or the number of experts.
         """
-        names = ["num_heads", "num_kv_heads", "intermediate_size", "dense_size", "vocab_size"]
+        self._check_ep_size(tp_size, ep_size)
+        names = ["num_heads", "num_kv_heads", "dense_size", "vocab_size"]
         heads, replicas = self.num_kv_heads, 1
         if self.latent is not None:
             names.remove("num_kv_heads")  # every rank has all latents
@@ -334,14 +351,37 @@ class ModelConfig:
         for name, value in sizes.items():
             if value % tp_size:
                 raise UsageError(f"--tp-size {tp_size} does not divide the model's {name} {value}")
-        width = self.intermediate_size // tp_size
+        cut = tp_size // ep_size
+        flags = f"--tp-size {tp_size}" + (f" / --ep-size {ep_size}" if ep_size > 1 else "")
+        if self.intermediate_size % cut:
+            raise UsageError(
+                f"{flags} does not divide the model's intermediate_size {self.intermediate_size}"
+            )
+        width = self.intermediate_size // cut
         if self.mxfp4_experts and width % MX_BLOCK:
             raise UsageError(
-                f"--tp-size {tp_size} leaves experts in mxfp4 a width of {width}, which is no "
-                f"multiple of {MX_BLOCK}"
+                f"{flags} leaves experts in mxfp4 a width of {width}, which is no multiple of "
+                f"{MX_BLOCK}"
+            )
+        if self.shared_size % tp_size:
+            raise UsageError(
+                f"--tp-size {tp_size} does not divide the width of the model's shared experts "
+                f"{self.shared_size}"
             )
         del sizes["vocab_size"]
         parts = {name: value // tp_size for name, value in sizes.items()}
+        parts |= {"intermediate_size": width, "ep_size": ep_size}
         return dataclasses.replace(
             self, **{"num_kv_heads": heads, "kv_replicas": replicas, **parts}
         )
+
+    def _check_ep_size(self, tp_size: int, ep_size: int) -> None:
+        """Raise UsageError unless the ranks can have different experts."""
+        if ep_size > 1 and not self.num_experts:
+            raise UsageError(f"--ep-size {ep_size}: {self.architecture} has no experts to divide")
+        if tp_size % ep_size:
+            raise UsageError(f"--ep-size {ep_size} does not divide --tp-size {tp_size}")
+        if self.num_experts % ep_size:
+            raise UsageError(
+                f"--ep-size {ep_size} does not divide the model's num_experts {self.num_experts}"
+            )

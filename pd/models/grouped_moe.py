@@ -62,8 +62,7 @@ class GroupedMoE(MLP):
         self.router, self.experts = GroupedRouter(config), Experts(config, tp)
         self.shared = None
         if config.num_shared_experts:
-            size = config.num_shared_experts * config.intermediate_size
-            self.shared = GatedMLP(config, tp, size)
+            self.shared = GatedMLP(config, tp, config.shared_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         part = self.experts.compute_part(x, *self.router(x))

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from pd.kernels.linear import gate_up_silu, linear, silu_and_quantize
+from pd.kernels.local_experts import LocalExperts
 from pd.kernels.moe import moe_mlp, route_tokens
 from pd.kernels.norm import add_rms_norm, rms_norm, rms_norm_fp8
 from pd.kernels.rope import compute_rotations, inverse_frequencies, rotate_and_store
@@ -390,25 +391,37 @@ class ExpertNames(NamedTuple):
 PLAIN_NAMES = ExpertNames()
 
 
+def find_local_experts(config: ModelConfig, tp: TensorParallel) -> LocalExperts | None:
+    """Return the experts of this rank, of which it may have only a part; None if it has a part of
+    all experts."""
+    if config.ep_size == 1:
+        return None
+    group = tp.rank * config.ep_size // tp.size
+    return LocalExperts(group * config.num_local_experts, config.num_experts)
+
+
 class Experts(nn.Module):
-    """The gated MLPs of a mixture. Each rank has a part of every expert."""
+    """The gated MLPs of a mixture. Each rank has a part of every expert, or of every expert of its
+    group of ranks."""
 
     def __init__(
         self, config: ModelConfig, tp: TensorParallel, names: ExpertNames = PLAIN_NAMES
     ) -> None:
         super().__init__()
-        self._names, self._count = names, config.num_experts
+        self._names, self._count = names, config.num_local_experts
+        self._local, self._groups = find_local_experts(config, tp), config.ep_size
         hidden, self._size = config.hidden_size, config.intermediate_size
         both, quantization = [self._size] * 2, config.quantization
         self.gate_up = Matrix(both, hidden, quantization, stack=self._count, is_split=True)
-        first = tp.rank * self._size
+        first = tp.rank % (tp.size // self._groups) * self._size
         self.down = Matrix([hidden], self._size, quantization, stack=self._count, first_input=first)
 
     def compute_part(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     ) -> torch.Tensor:
         """Compute this rank's summand of :func:`pd.kernels.moe.moe_mlp`."""
-        return moe_mlp(x, weights, ids, self.gate_up.weight, self.down.weight)
+        gate_up, down = self.gate_up.weight, self.down.weight
+        return moe_mlp(x, weights, ids, gate_up, down, local=self._local)
 
     def prepare_weights(self) -> None:
         self.gate_up.prepare_weights()
@@ -416,11 +429,13 @@ class Experts(nn.Module):
 
     def list_tensors(self) -> NamedPlaces:
         names, size, place = self._names, self._size, self.gate_up.place_rows
+        first, groups = 0 if self._local is None else self._local.first, self._groups
         for index in range(self._count):
-            expert = f"experts.{index}"
-            yield f"{expert}.{names.gate}.weight", place(0, size, 0, index)
-            yield f"{expert}.{names.up}.weight", place(size, 2 * size, 0, index)
-            yield f"{expert}.{names.down}.weight", self.down.place_rows(0, None, 1, index)
+            expert = f"experts.{first + index}"
+            yield f"{expert}.{names.gate}.weight", place(0, size, 0, index, groups=groups)
+            yield f"{expert}.{names.up}.weight", place(size, 2 * size, 0, index, groups=groups)
+            down = self.down.place_rows(0, None, 1, index, groups=groups)
+            yield f"{expert}.{names.down}.weight", down
 
 
 class SparseMoE(MLP):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
@@ -35,7 +36,7 @@ from pd.models.tensor_parallel import SINGLE, TensorParallel, WeightDestination
 from pd.util.output import unwrap_stream
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from pd.models.causal_lm import CausalLM
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 NOTHING_FUSED: Mapping[str, tuple[str, ...]] = {}
 # Rotary frequencies in older checkpoints. We compute them instead.
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"
+# The number of an expert in the name of its tensor.
+_EXPERT = re.compile(r"(?<=\.experts\.)[0-9]+(?=\.)")
 # Dummy weights repeat a block of this many normal numbers, because drawing 8 billion numbers one by
 # one would take minutes. It is a prime, so no two rows of a matrix are alike.
 _DUMMY_BLOCK = 4_194_301
@@ -108,6 +111,7 @@ def load_model(
     seed: int = 0,
     progress: bool = True,
     tp: TensorParallel = SINGLE,
+    ep_size: int = 1,
 ) -> CausalLM:
     """Build the model of ``config``, or a rank's part of it, and fill its weights.
 
@@ -117,6 +121,7 @@ def load_model(
         load_format: ``auto`` reads safetensors. ``dummy`` makes random weights that depend only on
             ``seed`` and the tensors' names and shapes, so ranks have parts of the same weights.
         progress: show a bar on standard error if it is a terminal and loading takes over 2 s.
+        ep_size: number of groups of ranks that have different experts.
 
     Raises:
         UsageError: the weights are missing or do not match ``config`` (names the tensor), or
@@ -130,7 +135,7 @@ def load_model(
         torch.set_default_dtype(dtype)
         try:
             architecture = find_architecture(config.architecture)
-            model = architecture.make_model(config.split_by_ranks(tp.size), tp)
+            model = architecture.make_model(config.split_by_ranks(tp.size, ep_size), tp)
         finally:
             torch.set_default_dtype(previous)
     tied = model.config.tie_word_embeddings
@@ -141,6 +146,8 @@ def load_model(
     def is_known(name: str, stored: Stored, shard: Path) -> bool:
         if name.startswith(ignored) or is_unused(name):
             return True
+        if (find_weight(name) if is_scale(name) else name) in elsewhere:
+            return True
         if name != HEAD or not tied:
             return False
         _check_tied(stored.get_tensor(name), shard.parent)
@@ -149,6 +156,7 @@ def load_model(
     # NOTE: prepare_weights() frees weights as it goes, so nothing else may refer to their memory by
     # then.
     places, scales = dict(model.list_tensors()), NO_SCALES
+    elsewhere = frozenset() if ep_size == 1 else _list_other_experts(places, config.num_experts)
     quantization = config.quantization
     if quantization is not None and not quantization.at_load and load_format != "dummy":
         scales = _read_scales(find_checkpoint(path), places, quantization)
@@ -170,6 +178,14 @@ def load_model(
     del places
     model.prepare_weights()
     return model.eval()
+
+
+def _list_other_experts(names: Iterable[str], num_experts: int) -> frozenset[str]:
+    """List the names in a checkpoint of the tensors of other ranks' experts, given the names of
+    this rank's tensors."""
+    kinds = {_EXPERT.sub("*", name) for name in names if _EXPERT.search(name)}
+    every = (kind.replace("*", str(expert)) for kind in kinds for expert in range(num_experts))
+    return frozenset(every).difference(names)
 
 
 def _check_fp8(path: str | Path, device: torch.device) -> None:
@@ -322,7 +338,7 @@ def _copy_tensor(
     if shape != expected:
         raise UsageError(f"{shard}: tensor {name} is {shape}, config.json makes it {expected}")
     scale = scales.find_scale(name)
-    is_whole = place.split is None or (place.fp8 is not None and scale is None)
+    is_whole = place.is_whole or (place.fp8 is not None and scale is None)
     part = stored.get_tensor(name) if is_whole else whole[place.slice_part(tp)]
     if place.memory.dtype == torch.uint8 == part.dtype:
         place.memory.copy_(part)

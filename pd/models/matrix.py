@@ -105,16 +105,17 @@ class Matrix(nn.Module):
         split: int | None,
         index: int | None = None,
         replicas: int = 1,
+        groups: int = 1,
     ) -> WeightDestination:
         """Return the place of some rows of the matrix, or of one matrix of the stack.
 
         Args:
             split: dimension of these rows that the ranks divide.
-            replicas: number of ranks that have the same part of them.
+            replicas, groups: see :class:`pd.models.tensor_parallel.WeightDestination`.
         """
         values = self.values if index is None else self.values[index]
         if self.scales is None:
-            return WeightDestination(values[start:stop], split, replicas=replicas)
+            return WeightDestination(values[start:stop], split, None, replicas, groups)
         scales = self.scales if index is None else self.scales[index]
         lead = self._inputs.lead
         part = Fp8Destination(
@@ -124,7 +125,7 @@ class Matrix(nn.Module):
             self.make_plain,
         )
         mine = values[start:stop, lead : lead + self._size]
-        return WeightDestination(mine, split, part, replicas)
+        return WeightDestination(mine, split, part, replicas, groups)
 
     @property
     def weight(self) -> Weight:

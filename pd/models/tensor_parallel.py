@@ -26,11 +26,13 @@ class TensorParallel:
     rank = 0
     size = 1
 
-    def slice_part(self, length: int, replicas: int = 1) -> slice:
+    def slice_part(self, length: int, replicas: int = 1, groups: int = 1) -> slice:
         """Return this rank's part of a dimension of ``length``, a multiple of the number of
-        different parts. ``replicas`` neighbouring ranks have the same part."""
-        each = length * replicas // self.size
-        first = self.rank // replicas * each
+        different parts. ``replicas`` neighbouring ranks have the same part, and each of ``groups``
+        groups of neighbouring ranks divides the dimension anew."""
+        ranks = self.size // groups
+        each = length * replicas // ranks
+        first = self.rank % ranks // replicas * each
         return slice(first, first + each)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -79,24 +81,38 @@ class WeightDestination(NamedTuple):
             None if every rank has all of it.
         fp8: memory for its scales if it is in fp8.
         replicas: number of neighbouring ranks that have the same part.
+        groups: number of groups of neighbouring ranks. The ranks of each group divide the tensor,
+            or the group's part of it.
+        is_stack: whether the groups divide dimension 0 of the tensor.
     """
 
     memory: torch.Tensor
     split: int | None = None
     fp8: Fp8Destination | None = None
     replicas: int = 1
+    groups: int = 1
+    is_stack: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank has all of the tensor."""
+        return self.split is None and not self.is_stack
 
     def whole_shape(self, tp: TensorParallel) -> list[int]:
         """Return the shape of the tensor in the checkpoint."""
         shape = list(self.memory.shape)
         if self.split is not None:
-            shape[self.split] *= tp.size // self.replicas
+            shape[self.split] *= tp.size // self.groups // self.replicas
+        if self.is_stack:
+            shape[0] *= self.groups
         return shape
 
     def slice_part(self, tp: TensorParallel) -> tuple[slice, ...]:
         """Return the index of this rank's part in the tensor of the checkpoint."""
-        whole = self.whole_shape(tp)
-        return tuple(
-            tp.slice_part(size, self.replicas) if dim == self.split else slice(0, size)
-            for dim, size in enumerate(whole)
-        )
+        parts = [slice(0, size) for size in self.whole_shape(tp)]
+        if self.split is not None:
+            whole = parts[self.split].stop
+            parts[self.split] = tp.slice_part(whole, self.replicas, self.groups)
+        if self.is_stack:
+            parts[0] = tp.slice_part(parts[0].stop, replicas=tp.size // self.groups)
+        return tuple(parts)

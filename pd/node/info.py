@@ -66,6 +66,7 @@ def server_info(node: Node) -> dict[str, object]:
             "dtype": engine.layout.model.dtype,
             "page_size": config.page_size,
             "tp_size": config.tp_size,
+            "ep_size": config.ep_size,
             "kv_digest": config.kv_digest,
             "trust_network": config.trust_network,
             **transfer_info(node),

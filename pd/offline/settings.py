@@ -32,6 +32,7 @@ _NOT_OFFLINE = {
     "message_endpoint",
     "bootstrap_port",
     "tp_size",
+    "ep_size",
     "transfer_backend",
     "trust_network",
     "fake_script",

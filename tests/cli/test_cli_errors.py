@@ -106,6 +106,7 @@ MISUSES = [
     ("prefill --model {root}/model --kv-cache-tokens 1", "at least 16, not 1"),
     ("prefill --model {root}/model --context-length 9999999", "exceeds the model's 8192"),
     ("prefill --model {root}/model --tp-size 7", "--tp-size 7 does not divide"),
+    ("prefill --model {root}/model --tp-size 2 --ep-size 2", "--ep-size 2: qwen3 has no experts"),
     ("decode --model {root}/model --tp-size 2 --transfer-backend fake", "nixl, mooncake"),
     ("prefill --model {root}/model --cpu-threads 0", "--cpu-threads"),
     ("prefill --model {root}/model --host 0.0.0.0", "--cluster-key-file"),

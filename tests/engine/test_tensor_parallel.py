@@ -15,12 +15,14 @@ from checkpoints import (
     reference_logits,
 )
 from greedy_engine import generate
+from safetensors.torch import load_file, save_file
 from threaded_ranks import Rank, Threads, make_runner
 
 from pd.core.errors import UsageError
 from pd.engine.draft_tree import DraftTree, make_chain
 from pd.engine.forward_item import ForwardItem
 from pd.engine.tensor_parallel.messages import ForwardStep
+from pd.models import loader
 from pd.models.config_reader import read_model_config
 from pd.models.tensor_parallel import SINGLE
 
@@ -31,6 +33,15 @@ if TYPE_CHECKING:
     Checkpoint = Callable[[str], Path]
 
 NEW_TOKENS = 12
+WITH_EXPERTS = (
+    "mixtral",
+    "qwen3_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "gpt_oss",
+)
 
 
 def random_prompts(lengths: list[int]) -> list[list[int]]:
@@ -38,12 +49,13 @@ def random_prompts(lengths: list[int]) -> list[list[int]]:
     return [random.integers(0, VOCAB_SIZE, length).tolist() for length in lengths]
 
 
-def check_parity(path: Path, size: int) -> None:
+def check_parity(path: Path, size: int, ep_size: int = 1) -> None:
     prompts = random_prompts([1, 17, 40, 150])
     expected = reference_generate(path, prompts, NEW_TOKENS)
 
     def work(rank: Rank) -> Any:
-        return generate(make_runner(path, rank), prompts, NEW_TOKENS, max_chunk=50, seed=0)
+        runner = make_runner(path, rank, ep_size=ep_size)
+        return generate(runner, prompts, NEW_TOKENS, max_chunk=50, seed=0)
 
     for sequences in Threads(size).run(work):
         assert [s.output for s in sequences] == expected
@@ -94,6 +106,150 @@ class TestParity:
         )
         with pytest.raises(UsageError, match=r"--tp-size 6 does not divide .* num_kv_heads 4"):
             read_model_config(path).split_by_ranks(6)
+
+
+class TestExpertParallel:
+    """Ranks that have different experts. The tests above have a part of every expert."""
+
+    @pytest.mark.parametrize("architecture", WITH_EXPERTS)
+    def test_two_ranks_equal_transformers(self, checkpoint: Checkpoint, architecture: str) -> None:
+        check_parity(checkpoint(architecture), 2, ep_size=2)
+
+    @pytest.mark.parametrize(
+        ("architecture", "ep_size"),
+        [
+            ("gpt_oss", 2),
+            ("deepseek_v3", 4),
+            *(pytest.param(a, 2, marks=pytest.mark.full) for a in WITH_EXPERTS if a != "gpt_oss"),
+            *(pytest.param(a, 4, marks=pytest.mark.full) for a in ("mixtral", "gpt_oss")),
+        ],
+    )
+    def test_four_ranks_equal_transformers(
+        self, architecture: str, ep_size: int, tmp_path: Path
+    ) -> None:
+        """With two groups, the two ranks of each divide its experts."""
+        path = make_checkpoint(architecture, tmp_path)
+        part = read_model_config(path).split_by_ranks(4, ep_size)
+        whole = read_model_config(path)
+        assert part.num_local_experts * ep_size == part.num_experts == whole.num_experts
+        assert part.intermediate_size == whole.intermediate_size // (4 // ep_size)
+        check_parity(path, 4, ep_size)
+
+    @pytest.mark.parametrize(
+        ("architecture", "settings", "size", "ep_size", "message"),
+        [
+            ("llama3", {}, 2, 2, "--ep-size 2: llama has no experts to divide"),
+            ("mixtral", {}, 2, 4, "--ep-size 4 does not divide --tp-size 2"),
+            ("mixtral", {}, 1, 2, "--ep-size 2 does not divide --tp-size 1"),
+            (
+                "mixtral",
+                {"num_local_experts": 6},
+                4,
+                4,
+                "--ep-size 4 does not divide the model's num_experts 6",
+            ),
+            (
+                "mixtral",
+                {"intermediate_size": 95},
+                4,
+                2,
+                "--tp-size 4 / --ep-size 2 does not divide the model's intermediate_size 95",
+            ),
+            (
+                "deepseek_v3",
+                {"moe_intermediate_size": 47},
+                2,
+                2,
+                "--tp-size 2 does not divide the width of the model's shared experts 47",
+            ),
+        ],
+    )
+    def test_groups_that_cannot_be_made_are_refused(
+        self,
+        architecture: str,
+        settings: dict[str, int],
+        size: int,
+        ep_size: int,
+        message: str,
+        tmp_path: Path,
+    ) -> None:
+        config = read_model_config(make_checkpoint(architecture, tmp_path, **settings))
+        with pytest.raises(UsageError, match=f"^{message}$"):
+            config.split_by_ranks(size, ep_size)
+
+    def test_whole_experts_may_have_a_width_that_ranks_cannot_divide(self, tmp_path: Path) -> None:
+        """Compared with a single rank, because transformers needs a multiple of 4."""
+        path = make_checkpoint("qwen3_moe", tmp_path, moe_intermediate_size=33)
+        prompts = random_prompts([1, 40])
+
+        def work(rank: Rank) -> list[list[int]]:
+            runner = make_runner(path, rank, ep_size=rank.size)
+            return [s.output for s in generate(runner, prompts, NEW_TOKENS, max_chunk=50, seed=0)]
+
+        one, two = Threads(1).run(work), Threads(2).run(work)
+        assert two == one * 2
+
+    @pytest.mark.parametrize(("size", "ep_size"), [(2, 2), (4, 2)])
+    @pytest.mark.parametrize("load_format", ["auto", "dummy"])
+    @pytest.mark.parametrize("architecture", ["mixtral", "deepseek_v3", "gpt_oss"])
+    def test_ranks_have_the_weights_of_their_experts(
+        self,
+        checkpoint: Checkpoint,
+        architecture: str,
+        load_format: str,
+        size: int,
+        ep_size: int,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """Put together, the parts are the tensors that a single rank has, each number once."""
+        monkeypatch.setattr("pd.models.causal_lm.CausalLM.prepare_weights", lambda model: None)
+        monkeypatch.setattr("pd.models.loader._DUMMY_BLOCK", 997)
+        path = checkpoint(architecture)
+        settings: Any = {"load_format": load_format}
+        whole = dict(make_runner(path, SINGLE, **settings).model.list_tensors())
+        times = {name: torch.zeros_like(place.memory) for name, place in whole.items()}
+        for rank in range(size):
+            tp = Rank(Threads(size), rank)
+            for name, place in make_runner(
+                path, tp, ep_size=ep_size, **settings
+            ).model.list_tensors():
+                part = place.slice_part(tp)
+                assert torch.equal(place.memory, whole[name].memory[part]), name
+                times[name][part] += 1
+        found = {name for name in whole if ".experts." in name}
+        assert found
+        for name in found:
+            copies = size // ep_size if name.endswith("down_proj_bias") else 1
+            assert bool((times[name] == copies).all()), name
+
+    def test_a_rank_reads_only_its_experts(
+        self, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        read: list[str] = []
+
+        def copy(stored: Any, place: Any, tp: Any, name: str, *rest: Any) -> None:
+            read.append(name)
+            copy_tensor(stored, place, tp, name, *rest)
+
+        copy_tensor = loader._copy_tensor
+        monkeypatch.setattr(loader, "_copy_tensor", copy)
+        for rank in range(2):
+            read.clear()
+            make_runner(checkpoint("mixtral"), Rank(Threads(2), rank), ep_size=2)
+            experts = {name.split(".experts.")[1][0] for name in read if ".experts." in name}
+            assert experts == ({"0", "1"}, {"2", "3"})[rank]
+
+    @pytest.mark.parametrize("name", ["experts.4.w1.weight", "experts.3.w1.bias"])
+    def test_tensors_that_no_rank_has_are_refused(self, name: str, tmp_path: Path) -> None:
+        path = make_checkpoint("mixtral", tmp_path)
+        extra = f"model.layers.0.block_sparse_moe.{name}"
+        save_file(
+            load_file(path / "model.safetensors") | {extra: torch.zeros(4)},
+            path / "model.safetensors",
+            {"format": "pt"},
+        )
+        with pytest.raises(UsageError, match=f"holds tensor {extra}, which the model lacks"):
+            make_runner(path, Rank(Threads(2), 0), ep_size=2)
 
 
 class TestWeights:

@@ -221,10 +221,23 @@ def test_greedy_tokens_equal_transformers(
     checkpoint: Callable[[str], Path], architecture: str
 ) -> None:
     """Two processes with each architecture; pd/engine/test_tensor_parallel has threads."""
-    path = checkpoint(architecture)
+    check_two_processes(checkpoint(architecture))
+
+
+@pytest.mark.parametrize(
+    "architecture", ["deepseek_v3", pytest.param("gpt_oss", marks=pytest.mark.full)]
+)
+def test_processes_with_different_experts_equal_transformers(
+    checkpoint: Callable[[str], Path], architecture: str
+) -> None:
+    check_two_processes(checkpoint(architecture), ep_size=2)
+
+
+def check_two_processes(path: Path, **settings: Any) -> None:
     random = np.random.default_rng(0)
     prompts = [random.integers(0, VOCAB_SIZE, length).tolist() for length in (1, 17, 40, 150)]
-    config = NodeConfig(role="unified", model=path, device="cpu", tp_size=2, kv_cache_tokens=2048)
+    common: dict[str, Any] = {"device": "cpu", "tp_size": 2, "kv_cache_tokens": 2048}
+    config = NodeConfig(role="unified", model=path, **common, **settings)
     engine = Engine.build(config)
     try:
         runner: Any = engine.runner

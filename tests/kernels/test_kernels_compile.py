@@ -79,7 +79,8 @@ counted = {"counts": "*i32"} | int64("places tokens sampled_rows sampled")
 pairs = {"vocab": "i32", "num_pairs": "i32"}
 compiled(penalties_triton._count_tokens, counted, pairs, {"PAIRS": 128, "PDL": False})
 experts = {"matrices": "*u8", "scales": "*u8", "starts": "*i32", "order": "*i32"}
-numbers = {"inputs": "i32", "outputs": "i32", "alpha": "fp32", "limit": "fp32"}
+numbers = dict.fromkeys("inputs outputs first_expert".split(), "i32")
+numbers |= {"alpha": "fp32", "limit": "fp32"}
 shape = {"TOP_K": 4, "EXPERTS": 32, "EXPERTS_BLOCK": 32, "CLAMPED": True, "PDL": True}
 numbers |= {"scale_step": "i32"}
 shape |= {"scale_pitch": 1}
@@ -95,22 +96,30 @@ for gated, (dtype, rows) in itertools.product((True, False), cases):
     given = experts | halves | ({} if rows >= 1 else {"order": "*i64"})
     compiled(moe_triton._multiply_blocks, given, numbers, constants, tile)
 summed = {"results": "*bf16", "out": "*bf16"}
+sizes = dict.fromkeys("size first_expert stop_expert".split(), "i32")
 constants = {"TOP_K": 4, "BLOCK": 512, "PDL": True}
-compiled(moe_triton._sum_experts, summed, {"size": "i32"}, constants)
+compiled(moe_triton._sum_experts, summed, sizes, constants | {"ids": None})
+compiled(moe_triton._sum_experts, summed | {"ids": "*i64"}, sizes, constants)
+sorted = {"ids": "*i64", "order": "*i32", "starts": "*i32"}
+sizes = {"count": "i32", "first_expert": "i32"}
+compiled(moe_triton._sort_assignments, sorted, sizes, {"CHUNK": 1024, "PDL": True})
 rows = {"x": "*bf16", "values": "*fp8e4nv", "scales": "*fp32"}
 numbers = dict.fromkeys("x_stride size width num_groups stride lead".split(), "i32")
 for span, rounds in ((128, True), (4096, False)):
     shape = {"GROUPS": 1024 // span or 1, "SPAN": span, "ROUNDS": rounds, "PDL": True}
     shape |= {"input_scale": None}
     for gated in (True, False):
-        compiled(fp8_triton._quantize_rows, rows, numbers, shape | {"GATED": gated})
+        gate = shape | {"GATED": gated}
+        compiled(fp8_triton._quantize_rows, rows, numbers, gate | {"limit": None})
+    compiled(fp8_triton._quantize_rows, rows | {"limit": "*i32"}, numbers, gate)
     normed = rows | {"residual": "*bf16", "weight": "*bf16"}
     sizes = dict.fromkeys("size width num_groups stride".split(), "i32") | {"eps": "fp32"}
     compiled(fp8_triton._rms_norm, normed, sizes, shape)
 sizes = dict.fromkeys("x_stride size width lead".split(), "i32")
 for gated in (True, False):
     shape = {"BLOCK": 4096, "ROUNDS": False, "GATED": gated, "PDL": True}
-    compiled(fp8_triton._quantize_long_rows, rows, sizes, shape)
+    compiled(fp8_triton._quantize_long_rows, rows, sizes, shape | {"limit": None})
+compiled(fp8_triton._quantize_long_rows, rows | {"limit": "*i32"}, sizes, shape)
 given = {"x": "*fp8e4nv", "weight": "*fp8e4nv", "x_scales": "*fp32", "w_scales": "*fp32"}
 given |= {"out": "*bf16", "bias": "*bf16"}
 numbers = dict.fromkeys("num_rows outputs width num_groups stride".split(), "i32")

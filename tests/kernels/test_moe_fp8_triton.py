@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from attention_cases import poisoned_memory
 from kernels.test_fp8_triton import make_weight, move_weight, normal_there
 from triton_device import (
     DEVICE,
@@ -18,7 +19,8 @@ from triton_device import (
 )
 
 from pd.kernels import moe
-from pd.kernels.fp8 import Fp8Inputs, Fp8Weight, quantize_rows
+from pd.kernels.fp8 import Fp8Inputs, Fp8Rows, Fp8Weight, quantize_rows
+from pd.kernels.local_experts import LocalExperts
 from pd.kernels.moe import moe_mlp, route_tokens
 
 
@@ -39,6 +41,81 @@ def make_experts(
     gate_up = make_stack(random, count, 2 * size, Fp8Inputs(hidden, group), rows)
     down = Fp8Inputs(size, group, lead)
     return gate_up, make_stack(random, count, hidden, down, 128 if group else 1)
+
+
+def replace_conversion(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convert with torch, because the interpreter converts some numbers wrongly."""
+    from pd.kernels import moe_fp8_triton
+
+    def convert(x: torch.Tensor, inputs: Fp8Inputs, limit: torch.Tensor | None = None) -> Fp8Rows:
+        if limit is not None:  # the rest may hold NaN, and the result must not depend on it
+            x = x.clone()
+            x[int(limit) :] = 1e4
+        return quantize_rows(x, inputs)
+
+    if not ON_GPU:
+        monkeypatch.setattr(moe_fp8_triton, "quantize_rows", convert)
+
+
+@pytest.mark.parametrize(("dtype", "error"), DTYPES)
+@pytest.mark.parametrize("group", [0, 128])
+@pytest.mark.parametrize(
+    ("tokens", "count", "top_k", "ranks"), [(1, 8, 4, 4), (5, 6, 2, 2), (33, 3, 3, 3), (0, 4, 2, 2)]
+)
+def test_ranks_with_different_experts_sum_to_the_whole(
+    tokens: int,
+    count: int,
+    top_k: int,
+    ranks: int,
+    group: int,
+    dtype: torch.dtype,
+    error: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Results of other ranks' assignments stay NaN, which must not reach a sum."""
+    from pd.kernels import moe_fp8_triton
+
+    skip_unless_interpreter_works()
+    replace_conversion(monkeypatch)
+    random = seeded()
+    x = normal(random, tokens, 96).to(dtype)
+    weights, ids = route_tokens(normal(random, tokens, count).to(dtype), top_k, True)
+    experts = make_experts(random, count, 96, 160, group, 64 if group else 0)
+    each = count // ranks
+    sums = torch.zeros(tokens, 96, dtype=torch.float32)
+    for first in range(0, count, each):
+        some = [take_experts(weight, first, each) for weight in experts]
+        local = LocalExperts(first, count)
+        there = [each.to(DEVICE) for each in (x, weights, ids)]
+        moved = [move_weight(each) for each in some]
+        with poisoned_memory():
+            out = moe_fp8_triton.moe_mlp(*there, *moved, local)
+        assert out.dtype == dtype
+        assert bool(torch.isfinite(out).all())
+        part = moe_mlp(x, weights, ids, *some, local=local).float()
+        assert float((out.cpu().float() - part).norm()) <= max(error, 0.02) * float(part.norm())
+        sums += part
+    whole = moe_mlp(x, weights, ids, *experts).float()
+    assert float((sums - whole).norm()) <= 4 * error * float(whole.norm())
+
+
+def take_experts(weight: Fp8Weight, first: int, count: int) -> Fp8Weight:
+    """Some matrices of a stack."""
+    mine = slice(first, first + count)
+    return replace(weight, values=weight.values[mine], scales=weight.scales[mine])
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("group", [0, 128])
+def test_conversion_ends_at_a_limit(group: int) -> None:
+    from pd.kernels import fp8_triton
+
+    inputs = Fp8Inputs(300, group)
+    x = torch.randn(9, 300, device=DEVICE, dtype=torch.bfloat16)
+    limit = torch.tensor([4], dtype=torch.int32, device=DEVICE)
+    found, whole = fp8_triton.quantize_rows(x, inputs, limit=limit), quantize_rows(x, inputs)
+    assert torch.equal(found.values[:4].view(torch.uint8), whole.values[:4].view(torch.uint8))
+    assert torch.equal(found.scales[:4], whole.scales[:4])
 
 
 @pytest.mark.parametrize(("dtype", "error"), DTYPES)
@@ -68,8 +145,7 @@ def test_grouped_product(
     from pd.kernels import moe_fp8_triton
 
     skip_unless_interpreter_works()
-    if not ON_GPU:  # the interpreter converts some numbers wrongly
-        monkeypatch.setattr(moe_fp8_triton, "quantize_rows", quantize_rows)
+    replace_conversion(monkeypatch)
     random = seeded()
     x = normal(random, tokens, hidden).to(dtype)
     weights, ids = route_tokens(normal(random, tokens, count).to(dtype), top_k, True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention_cases import poisoned_memory
 from torch.nn import functional
 from triton_device import (
     DEVICE,
@@ -19,6 +20,7 @@ from triton_device import (
 )
 
 from pd.kernels.activation import ClampedGate
+from pd.kernels.local_experts import LocalExperts
 from pd.kernels.moe import moe_mlp, route_tokens
 
 pytestmark = pytest.mark.usefixtures("_works")
@@ -108,6 +110,57 @@ def test_routing(
     assert torch.equal(ids.cpu(), expected_ids)
     assert weights.dtype == dtype
     assert_near(weights, expected_weights, error)
+
+
+@DTYPE
+@pytest.mark.parametrize("is_clamped", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "count", "top_k", "hidden", "size", "ranks"),
+    [
+        (1, 16, 4, 32, 16, 8),
+        (5, 8, 2, 48, 20, 2),
+        (33, 6, 3, 40, 24, 3),
+        (40, 2, 1, 32, 48, 2),
+        (0, 4, 2, 8, 8, 2),
+    ],
+)
+def test_ranks_with_different_experts_sum_to_the_whole(
+    tokens: int,
+    count: int,
+    top_k: int,
+    hidden: int,
+    size: int,
+    ranks: int,
+    is_clamped: bool,
+    dtype: torch.dtype,
+    error: float,
+) -> None:
+    """Results of other ranks' assignments stay NaN, which must not reach a sum."""
+    from pd.kernels import moe_triton
+
+    x, weights, ids, gate_up, down = experts(tokens, count, top_k, hidden, size, dtype)
+    clamp = make_clamp(gate_up, down) if is_clamped else None
+    each = count // ranks
+    sums = torch.zeros(tokens, hidden, dtype=torch.float32)
+    for first in range(0, count, each):
+        mine = slice(first, first + each)
+        some = None
+        if clamp is not None:
+            biases = clamp.gate_up_bias[mine], clamp.down_bias[mine]
+            some = ClampedGate(clamp.alpha, clamp.limit, *biases)
+        local = LocalExperts(first, count)
+        arguments = x, weights, ids, gate_up[mine], down[mine]
+        there = None if some is None else move(some, DEVICE)
+        with poisoned_memory():
+            out = moe_triton.moe_mlp(*(t.to(DEVICE) for t in arguments), there, local)
+        wide = x.float(), weights.float(), ids, gate_up[mine].float(), down[mine].float()
+        part = moe_mlp(*wide, None if some is None else move(some, torch.float32), local)
+        assert out.dtype == dtype
+        assert_near(out, part, 2 * error)
+        sums += part
+    wide = x.float(), weights.float(), ids, gate_up.float(), down.float()
+    whole = moe_mlp(*wide, None if clamp is None else move(clamp, torch.float32))
+    assert_near(sums, whole, 1e-5)
 
 
 @DTYPE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attention_cases import poisoned_memory
 from kernels.test_moe_triton import make_clamp, move
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from triton_device import (
@@ -16,6 +17,8 @@ from triton_device import (
     skip_unless_interpreter_works,
 )
 
+from pd.kernels.activation import ClampedGate
+from pd.kernels.local_experts import LocalExperts
 from pd.kernels.moe import moe_mlp, route_tokens
 from pd.kernels.mxfp4 import Mxfp4Weight, allocate_scales, dequantize_mxfp4
 
@@ -121,6 +124,40 @@ def test_grouped_product(
     assert out.dtype == dtype
     clamp = move(move(clamp, dtype), torch.float32)  # as rounded to the dtype
     assert_near(out, moe_mlp(x.float(), weights.float(), ids, *wide, clamp), 2 * error)
+
+
+@DTYPE
+@pytest.mark.parametrize(("tokens", "ranks"), [(1, 4), (5, 2), (33, 4)])
+def test_ranks_with_different_experts_sum_to_the_whole(
+    tokens: int, ranks: int, dtype: torch.dtype, error: float
+) -> None:
+    """Results of other ranks' assignments stay NaN, which must not reach a sum."""
+    from pd.kernels import moe_triton
+
+    skip_unless_interpreter_works()
+    random = seeded()
+    x = normal(random, tokens, 64).to(dtype)
+    weights, ids = route_tokens(normal(random, tokens, 8).to(dtype), 3, True)
+    experts = make_mxfp4(random, 8, 2 * 32, 64), make_mxfp4(random, 8, 64, 32)
+    clamp = move(make_clamp(*(dequantize(each) for each in experts)), dtype)
+    sums = torch.zeros(tokens, 64)
+    for first in range(0, 8, 8 // ranks):
+        mine = slice(first, first + 8 // ranks)
+        local = LocalExperts(first, 8)
+        some = [Mxfp4Weight(*(each[mine] for each in weight)) for weight in experts]
+        biases = clamp.gate_up_bias[mine], clamp.down_bias[mine]
+        gate = ClampedGate(clamp.alpha, clamp.limit, *biases)
+        there = [Mxfp4Weight(*(each.to(DEVICE) for each in weight)) for weight in some]
+        found = moe_mlp if ON_GPU else moe_triton.moe_mlp
+        inputs = [each.to(DEVICE) for each in (x, weights, ids)]
+        with poisoned_memory():
+            out = found(*inputs, *there, move(gate, DEVICE), local)
+        wide = x.float(), weights.float(), ids, *some
+        part = moe_mlp(*wide, move(gate, torch.float32), local)
+        assert_near(out, part, 2 * error)
+        sums += part
+    wide = x.float(), weights.float(), ids, *experts
+    assert_near(sums, moe_mlp(*wide, move(clamp, torch.float32)), 1e-5)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")

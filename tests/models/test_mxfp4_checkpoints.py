@@ -70,15 +70,16 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return make_mxfp4_checkpoint(tmp_path_factory.mktemp("mxfp4"))
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_ranks_equal_transformers(both: tuple[Path, Path], size: int) -> None:
+@pytest.mark.parametrize(("size", "ep_size"), [(1, 1), (2, 1), (2, 2), (4, 2)])
+def test_ranks_equal_transformers(both: tuple[Path, Path], size: int, ep_size: int) -> None:
     path, plain = both
     random = np.random.default_rng(size)
     prompts = [random.integers(0, VOCAB_SIZE, length).tolist() for length in (1, 40, 90)]
 
     def work(rank: Rank) -> Any:
         tp = rank if size > 1 else SINGLE
-        return generate(make_runner(path, tp), prompts, 12, max_chunk=30, seed=0)
+        runner = make_runner(path, tp, ep_size=ep_size)
+        return generate(runner, prompts, 12, max_chunk=30, seed=0)
 
     for sequences in Threads(size).run(work):
         assert [s.output for s in sequences] == reference_generate(plain, prompts, 12)
@@ -158,20 +159,26 @@ class TestErrors:
             make_runner(path, SINGLE)
 
     @pytest.mark.parametrize(
-        ("size", "settings", "message"),
+        ("size", "ep_size", "settings", "message"),
         [
-            (2, {}, "--tp-size 2 leaves experts in mxfp4 a width of 48, which is no multiple of"),
-            (1, {"intermediate_size": 80}, "--tp-size 1 leaves experts in mxfp4 a width of 80"),
-            (1, {"hidden_size": 80}, "hidden_size 80 with mxfp4 is no multiple of 32"),
+            (
+                2,
+                1,
+                {},
+                "--tp-size 2 leaves experts in mxfp4 a width of 48, which is no multiple of",
+            ),
+            (4, 2, {}, "--tp-size 4 / --ep-size 2 leaves experts in mxfp4 a width of 48"),
+            (1, 1, {"intermediate_size": 80}, "--tp-size 1 leaves experts in mxfp4 a width of 80"),
+            (1, 1, {"hidden_size": 80}, "hidden_size 80 with mxfp4 is no multiple of 32"),
         ],
     )
     def test_ranks_have_whole_blocks(
-        self, tmp_path: Path, size: int, settings: dict[str, Any], message: str
+        self, tmp_path: Path, size: int, ep_size: int, settings: dict[str, Any], message: str
     ) -> None:
         config = make_checkpoint("gpt_oss", tmp_path, **settings) / "config.json"
         raw = json.loads(config.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
         with pytest.raises(PDError, match=message):
-            parse_model_config(raw).split_by_ranks(size)
+            parse_model_config(raw).split_by_ranks(size, ep_size)
 
     def test_other_architectures_refuse_it(self, both: tuple[Path, Path]) -> None:
         raw = json.loads((both[0] / "config.json").read_text())

@@ -54,6 +54,7 @@ INFO_FIELDS = {
     "dtype": "float32",
     "page_size": 4,
     "tp_size": 1,
+    "ep_size": 1,
     "transfer_backend": "none",
     "transfer_backends": [],
     "peers": [],
