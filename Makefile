@@ -53,7 +53,7 @@ test-all: $(VENV)/.installed
 	$(call peer,SGLANG,sglang) $(call peer,SGLANG_PROGRAMS,sglang-programs) \
 		$(call peer,FRAMEWORKS,frameworks) $(call peer,LLAMA_INDEX,llama-index) \
 		$(call peer,LM_EVAL,lm-eval) $(call peer,GUIDELLM,guidellm) \
-		$(call peer,SCHEMATHESIS,schemathesis) \
+		$(call peer,SCHEMATHESIS,schemathesis) $(call peer,HARMONY,harmony) \
 		$(BIN)/python -m pytest $(MATRICES) -m "full and not starved and not alone"
 	PD_TEST_ELASTIC=auto $(BIN)/python -m pytest $(MATRICES) -m "not full and not starved" $(ELASTIC)
 	PD_TEST_PROXY_WORKERS=2 $(BIN)/python -m pytest $(MATRICES) -m "not full and not starved" $(PROXIES)

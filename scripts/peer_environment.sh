@@ -7,8 +7,8 @@
 #     sh scripts/peer_environment.sh PEER DIRECTORY [PYTHON]
 #
 # aiperf and schemathesis print a program. sglang prints a Python that has SGLang's frontend language,
-# llama-index, lm-eval and guidellm one that has this package, and frameworks one that has packages
-# which get along with each other. sglang-programs prints SGLang's file of test programs.
+# llama-index, lm-eval, guidellm and harmony one that has this package, and frameworks one that has
+# packages which get along with each other. sglang-programs prints SGLang's file of test programs.
 set -u
 peer=$1 directory=$2/$1 python=${3:-python3}
 case $peer in
@@ -43,6 +43,11 @@ guidellm)
     given=${PD_TEST_GUIDELLM:-} program=python
     # It needs torch for a loader of data; this release is the one in requirements/tested.txt.
     packages="guidellm==0.8.1 transformers==5.24.0 torch==2.13.0" alone=
+    ;;
+harmony)
+    given=${PD_TEST_HARMONY:-} program=python
+    # LiteLLM's wheel has the vocabulary that openai-harmony would download.
+    packages=openai-harmony==0.0.8 alone=litellm==1.110.2
     ;;
 schemathesis)
     given=${PD_TEST_SCHEMATHESIS:-$(command -v schemathesis)} program=schemathesis

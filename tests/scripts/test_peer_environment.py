@@ -17,6 +17,7 @@ VARIABLES = {
     "llama-index": "PD_TEST_LLAMA_INDEX",
     "lm-eval": "PD_TEST_LM_EVAL",
     "guidellm": "PD_TEST_GUIDELLM",
+    "harmony": "PD_TEST_HARMONY",
     "schemathesis": "PD_TEST_SCHEMATHESIS",
 }
 # Stands for Python: makes an "environment", whose pip does as the variable says.

@@ -651,6 +651,8 @@ CHANNELS = [
     ("<|channel|>analysis<|message|>thin", "thin", ""),
     (f"{call_texts.ANALYSIS}<|channel|>fin", "I look.", ""),
     (call_texts.ANALYSIS[:-4], "I look.", ""),
+    (f"{call_texts.ANALYSIS} t", "I look.", ""),
+    ("<|message|>Yes.<|return|>", "", "Yes."),
     ("no channels", "", "no channels"),
 ]
 

@@ -52,8 +52,8 @@ _HEADER = re.compile(
 )
 # A header that the end of the answer cuts off.
 _CUT_HEADER = re.compile(
-    r"(?:assistant)?(?:<\|channel\|>| to=)[\w .:=/<|>+-]{0,200}|assistant(?:<[|chanel]*)?|"
-    + "|".join("assistant"[:end] for end in range(9))
+    r"(?:assistant)?(?:(?:<\|channel\|>| to=)[\w .:=/<|>+-]{0,200}| (?:to?)?|<[|chanel]*)?|"
+    + "|".join("assistant"[:end] for end in range(1, 9))
 )
 # Recipients that are not functions of the request.
 _OTHERS = ("assistant", "browser", "container", "python", "user")
@@ -113,10 +113,14 @@ class HarmonyParser(CallParser):
         source = self.source
         if self._begins_message:
             self._begins_message = False
-            tag = yield from source.read_one_of((RECIPIENT,))
-            if tag:
-                source.start_holding(tag)
+            tag = yield from source.read_one_of((RECIPIENT, MESSAGE))
+            source.start_holding(tag)
+            if tag == MESSAGE:
+                yield from self._read_body("")
+            elif tag:
                 yield from self._read_message(tag)
+            else:
+                source.take_held()
         while tag := (yield from source.pass_until(_MARKS, self.emit_text)):
             if tag in _ENDS:
                 continue
@@ -132,7 +136,11 @@ class HarmonyParser(CallParser):
             return
         if tag != MESSAGE:
             raise MalformedError
-        header = _Header.parse(text)
+        yield from self._read_body(text)
+
+    def _read_body(self, header_text: str) -> Steps[None]:
+        """Read the rest of a message after ``<|message|>``."""
+        source, header = self.source, _Header.parse(header_text)
         if header.function:
             yield from self._read_call(header.function)
         elif header.is_reasoning and self._verbatim:
