@@ -187,7 +187,7 @@ def test_flags_that_decide_answers_are_named(model: Path) -> None:
     ):
         other = identity(model, **settings)
         assert {n for n in plain if plain[n] != other[n]} == {name}
-    same = identity(model, page_size=4, context_length=99, tp_size=2, kv_cache_tokens=77)
+    same = identity(model, page_size=4, context_length=99, tp_size=2, ep_size=2, kv_cache_tokens=77)
     assert same == plain
 
 

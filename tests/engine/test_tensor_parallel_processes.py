@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from checkpoints import ARCHITECTURES, VOCAB_SIZE, reference_generate
-from cluster import random_prompts, wait_until
+from cluster import Cluster, random_prompts, wait_until
 from greedy_engine import generate
 from processes import LAUNCH, Process
 from tiny import tiny_cluster, tiny_model, tiny_node
@@ -25,8 +25,6 @@ from pd.engine.tensor_parallel.messages import StartWorker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from cluster import Cluster
 
 
 def children(pid: int) -> list[int]:
@@ -231,6 +229,25 @@ def test_processes_with_different_experts_equal_transformers(
     checkpoint: Callable[[str], Path], architecture: str
 ) -> None:
     check_two_processes(checkpoint(architecture), ep_size=2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("drafter", ["none", "ngram"])
+def test_different_experts_with_retraction_and_drafts(
+    checkpoint: Callable[[str], Path], drafter: str
+) -> None:
+    """As :class:`TestNode`, but the ranks have different experts."""
+    path = checkpoint("qwen3_moe")
+    requests = [(p, {"ignore_eos": True} | each) for p, each in some_requests(4)]
+    common: dict[str, Any] = {"unified": 1, "speculative_algorithm": drafter}
+    with Cluster(path, **common) as single:
+        expected = answers(single, requests)
+    tight = {"kv_cache_tokens": 96, "reserved_decode_tokens": 2, "chunked_prefill_size": 48}
+    with Cluster(path, tp_size=2, ep_size=2, **tight, **common) as cluster:
+        assert answers(cluster, requests) == expected
+        assert cluster.unified[0].node.core.metrics.retractions._value.get() > 0
+        assert cluster.unified[0].node.server_info()["ep_size"] == 2
+        cluster.wait_idle()
 
 
 def check_two_processes(path: Path, **settings: Any) -> None:

@@ -132,20 +132,31 @@ def test_ranks_that_share_heads(
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode"),
-    [(2, 2), *(pytest.param(*pair, marks=pytest.mark.full) for pair in [(1, 2), (2, 1)])],
+    ("prefill", "decode", "ep_size"),
+    [
+        (2, 2, 1),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in [(1, 2, 2), (2, 1, 1)]),
+    ],
 )
 def test_latents_of_all_ranks_travel_once(
-    checkpoint: Callable[[str], Path], forked_ranks: None, prefill: int, decode: int, seed: int
+    checkpoint: Callable[[str], Path],
+    forked_ranks: None,
+    prefill: int,
+    decode: int,
+    ep_size: int,
+    seed: int,
 ) -> None:
-    """Each rank has all latents, and the receiving end writes them into every rank's pool."""
+    """Each rank has all latents, and the receiving end writes them into every rank's pool. The
+    decode node's ranks may have different experts, because that changes no KV."""
     model = checkpoint("deepseek_v2")
     prompts = list(random_prompts(seed, [33, 1, 150]))
     prompts.append(prompts[2][:60] + prompts[1])
     with contextlib.ExitStack() as stack:
         pair = (
             start_node("prefill", model, tp_size=prefill, kv_digest=True, **PREFILL),
-            start_node("decode", model, tp_size=decode, kv_digest=True, page_size=8),
+            start_node(
+                "decode", model, tp_size=decode, ep_size=ep_size, kv_digest=True, page_size=8
+            ),
         )
         for server in pair:
             stack.callback(server.stop)

@@ -26,7 +26,7 @@ KINDS = ["llama3", "qwen2", "qwen3", "mixtral", "qwen3_moe"]
 needs_four = pytest.mark.skipif(GPUS < 4, reason="needs four GPUs")
 
 
-def check_tokens(path: Path, size: int) -> None:
+def check_tokens(path: Path, size: int, ep_size: int = 1) -> None:
     """Decode steps of one or two sequences run in a graph, others do not."""
     random = np.random.default_rng(0)
     prompts = [random.integers(0, VOCAB_SIZE, length).tolist() for length in (1, 17, 40, 150, 300)]
@@ -36,6 +36,7 @@ def check_tokens(path: Path, size: int) -> None:
         device="cuda",
         dtype="float32",
         tp_size=size,
+        ep_size=ep_size,
         kv_cache_tokens=4096,
         context_length=512,
         cuda_graph_batch_sizes=(1, 2),
@@ -57,6 +58,21 @@ def check_tokens(path: Path, size: int) -> None:
 @pytest.mark.parametrize("architecture", KINDS)
 def test_two_gpus_equal_transformers(checkpoint: Callable[[str], Path], architecture: str) -> None:
     check_tokens(checkpoint(architecture), 2)
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_two_gpus_with_different_experts_equal_transformers(
+    checkpoint: Callable[[str], Path], architecture: str
+) -> None:
+    check_tokens(checkpoint(architecture), 2, ep_size=2)
+
+
+@needs_four
+@pytest.mark.parametrize("ep_size", [2, 4])
+def test_four_gpus_with_different_experts_equal_transformers(
+    checkpoint: Callable[[str], Path], ep_size: int
+) -> None:
+    check_tokens(checkpoint("deepseek_v3"), 4, ep_size)
 
 
 @needs_four

@@ -105,17 +105,28 @@ def take_experts(weight: Fp8Weight, first: int, count: int) -> Fp8Weight:
     return replace(weight, values=weight.values[mine], scales=weight.scales[mine])
 
 
-@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
-@pytest.mark.parametrize("group", [0, 128])
-def test_conversion_ends_at_a_limit(group: int) -> None:
+@pytest.mark.parametrize("limit", [0, 4, 9])
+@pytest.mark.parametrize(("group", "is_long"), [(0, False), (128, False), (0, True)])
+def test_conversion_ends_at_a_limit(
+    group: int, is_long: bool, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows from there on are not even written."""
     from pd.kernels import fp8_triton
 
+    skip_unless_interpreter_works()
+    if is_long:
+        monkeypatch.setattr(fp8_triton, "_LONG_BLOCK", 128)
+        monkeypatch.setattr(fp8_triton, "_LONG_ROWS", 8)
     inputs = Fp8Inputs(300, group)
-    x = torch.randn(9, 300, device=DEVICE, dtype=torch.bfloat16)
-    limit = torch.tensor([4], dtype=torch.int32, device=DEVICE)
-    found, whole = fp8_triton.quantize_rows(x, inputs, limit=limit), quantize_rows(x, inputs)
-    assert torch.equal(found.values[:4].view(torch.uint8), whole.values[:4].view(torch.uint8))
-    assert torch.equal(found.scales[:4], whole.scales[:4])
+    x = normal(seeded(), 9, 300).half().to(DEVICE)
+    whole = fp8_triton.quantize_rows(x, inputs)
+    with poisoned_memory():
+        found = fp8_triton.quantize_rows(x, inputs, limit=torch.tensor([limit]).int().to(DEVICE))
+    assert torch.equal(
+        found.values[:limit].view(torch.uint8), whole.values[:limit].view(torch.uint8)
+    )
+    assert torch.equal(found.scales[:limit], whole.scales[:limit])
+    assert bool(found.scales[limit:].isnan().all())
 
 
 @pytest.mark.parametrize(("dtype", "error"), DTYPES)
@@ -165,9 +176,17 @@ def test_grouped_product(
 @pytest.mark.parametrize("group", [0, 128])
 @pytest.mark.parametrize("tokens", [1, 64, 1000])
 @pytest.mark.parametrize(("count", "top_k", "size"), [(64, 6, 704), (128, 8, 768)])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_sizes_of_models_on_a_gpu_in_a_graph(
-    group: int, tokens: int, count: int, top_k: int, size: int, monkeypatch: pytest.MonkeyPatch
+    group: int,
+    tokens: int,
+    count: int,
+    top_k: int,
+    size: int,
+    ranks: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """With two ranks, each has half of the experts."""
     random = torch.Generator(DEVICE).manual_seed(SEED)
     with torch.device(DEVICE):
         experts = make_experts(random, count, 2048, size, group)
@@ -175,7 +194,17 @@ def test_sizes_of_models_on_a_gpu_in_a_graph(
         logits = normal_there(random, tokens, count).bfloat16()
 
     def run() -> torch.Tensor:
-        return moe_mlp(x, *route_tokens(logits, top_k, True), *experts)
+        routed, each = route_tokens(logits, top_k, True), count // ranks
+        parts = [
+            moe_mlp(
+                x,
+                *routed,
+                *(take_experts(weight, begin, each) for weight in experts),
+                local=LocalExperts(begin, count) if ranks > 1 else None,
+            )
+            for begin in range(0, count, each)
+        ]
+        return torch.stack(parts).sum(0)
 
     first = run()
     graph = torch.cuda.CUDAGraph()

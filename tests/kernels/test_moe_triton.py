@@ -210,7 +210,9 @@ def test_all_tokens_may_choose_one_expert() -> None:
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 @pytest.mark.parametrize("tokens", [1, 4, 64, 1000, 5000])
-def test_sizes_of_qwen3_30b_on_a_gpu_in_a_graph(tokens: int) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sizes_of_qwen3_30b_on_a_gpu_in_a_graph(tokens: int, ranks: int) -> None:
+    """With two ranks, each has half of the experts."""
     random = torch.Generator(DEVICE).manual_seed(0)
 
     def draw(*shape: int, scale: float) -> torch.Tensor:
@@ -221,7 +223,18 @@ def test_sizes_of_qwen3_30b_on_a_gpu_in_a_graph(tokens: int) -> None:
     down, logits = draw(128, 2048, 768, scale=0.03), draw(tokens, 128, scale=1.0)
 
     def run() -> torch.Tensor:
-        return moe_mlp(x, *route_tokens(logits, 8, True), gate_up, down)
+        routed, each = route_tokens(logits, 8, True), 128 // ranks
+        parts = [
+            moe_mlp(
+                x,
+                *routed,
+                gate_up[begin : begin + each],
+                down[begin : begin + each],
+                local=LocalExperts(begin, 128) if ranks > 1 else None,
+            )
+            for begin in range(0, 128, each)
+        ]
+        return torch.stack(parts).sum(0)
 
     first = run()
     graph = torch.cuda.CUDAGraph()

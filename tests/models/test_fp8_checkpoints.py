@@ -23,7 +23,7 @@ from pd.models.config_reader import parse_model_config, read_model_config
 from pd.models.layers import Linear
 from pd.models.loader import load_model
 from pd.models.quantization_reader import quantize_at_load
-from pd.models.tensor_parallel import SINGLE, TensorParallel
+from pd.models.tensor_parallel import SINGLE, TensorParallel, WeightDestination
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -179,6 +179,32 @@ def test_conversion_at_load_equals_a_checkpoint_with_a_scale_per_channel(
                 if isinstance(mine, Linear) and isinstance(mine.weight, WideWeight):
                     assert torch.equal(*(unpack(m.weight.values) for m in (mine, other)))
     assert quantize_at_load(read_model_config(path), "fp8") == read_model_config(path)
+
+
+def test_conversion_at_load_does_not_depend_on_the_rank_of_an_expert(tmp_path: Path) -> None:
+    """Scales follow from whole rows, wherever an expert is, and however it is divided."""
+    path = make_checkpoint("qwen3_moe", tmp_path)
+    config = quantize_at_load(read_model_config(path), "fp8")
+
+    def list_experts(rank: TensorParallel, ep_size: int = 1) -> dict[str, WeightDestination]:
+        model = load_model(
+            path, config, dtype=torch.float32, device="cpu", tp=rank, ep_size=ep_size
+        )
+        return {name: place for name, place in model.list_tensors() if ".experts." in name}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pd.models.causal_lm.CausalLM.prepare_weights", lambda model: None)
+        whole = list_experts(SINGLE)
+        found: set[str] = set()
+        for rank in Threads(4).run(lambda rank: rank):
+            for name, place in list_experts(rank, 2).items():
+                rows, columns = place.slice_part(rank)
+                one, other = whole[name], place
+                assert one.fp8 is not None and other.fp8 is not None
+                assert torch.equal(one.memory[rows, columns].float(), other.memory.float()), name
+                assert torch.equal(one.fp8.scales[rows], other.fp8.scales), name
+                found.add(name)
+    assert found == whole.keys()
 
 
 @pytest.mark.parametrize("size", [1, 2])
