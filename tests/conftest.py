@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import fields_of_routes
 import pytest
+import samples
 import torch
 import two_processes
 from cpu_costs import CpuCosts
-from forked_ranks import fork_ranks
+from forked_ranks import fork_ranks, stop_server
 from hypothesis import HealthCheck, settings
 from processes import Process
 
@@ -143,6 +144,7 @@ def pytest_configure(config: pytest.Config) -> None:
         sys.modules["uvloop"] = None  # type: ignore[assignment]
     # What a forked process inherits of a GPU's libraries does not work there.
     Process.forks = not torch.cuda.is_available()
+    config.pluginmanager.register(samples)
     if two_processes.PROCESSES > 1:
         config.pluginmanager.register(two_processes)
     if config.option.cpu_costs is not None:
@@ -201,11 +203,19 @@ def settings_of_libraries_stay_here() -> Iterator[None]:
         del os.environ[name]
 
 
+@pytest.fixture(scope="session")
+def rank_server() -> Iterator[None]:
+    """Share the process that workers are forked from among all files."""
+    yield
+    stop_server()
+
+
 @pytest.fixture(scope="module")
-def forked_ranks() -> Iterator[None]:
+def forked_ranks(rank_server: None) -> Iterator[None]:
     """Start workers of nodes with two ranks quickly."""
     with pytest.MonkeyPatch.context() as patch:
-        yield from fork_ranks(patch)
+        fork_ranks(patch)
+        yield
 
 
 @pytest.fixture

@@ -17,8 +17,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import pytest
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -43,6 +41,7 @@ class _ForkedRank:
     """Stands for the :class:`subprocess.Popen` of a worker."""
 
     def __init__(self, command: list[str], *, pass_fds: list[int], **_: Any) -> None:
+        _ensure_server()
         descriptors = [Descriptor(number) for number in pass_fds]
         self._process = _CONTEXT.Process(target=_serve, args=(descriptors,), daemon=True)
         self._process.start()
@@ -72,18 +71,26 @@ def _serve(descriptors: list[int]) -> None:
     worker.main()
 
 
-def fork_ranks(patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fork workers while this lasts. The body of a fixture."""
+def _ensure_server() -> None:
+    """Start the process that forks workers, unless it runs."""
+    import pytest  # which that process does not need
+
     _CONTEXT.set_forkserver_preload(["forked_ranks", "pd.engine.tensor_parallel.worker"])
-    with patch.context() as for_server:
+    with pytest.MonkeyPatch.context() as patch:
         # The server does not get this process's sys.path.
-        for_server.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
-        for_server.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
+        patch.setenv("OMP_NUM_THREADS", "1")
         forkserver.ensure_running()
+
+
+def stop_server() -> None:
+    """Stop it, and wait, so that what it and its children took is counted."""
+    forkserver._forkserver._stop()
+
+
+def fork_ranks(patch: pytest.MonkeyPatch) -> None:
+    """Fork workers as long as ``patch`` lasts, from a process that the first one starts."""
     forking = SimpleNamespace(
         Popen=_ForkedRank, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
     )
     patch.setattr("pd.engine.tensor_parallel.leader.subprocess", forking)
-    yield
-    patch.undo()
-    forkserver._forkserver._stop()  # waits, so that what it and its children took is counted

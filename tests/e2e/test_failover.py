@@ -60,9 +60,9 @@ CELLS = [
     for cell in itertools.product(*FACTORS.values())
     if cell[-1] != "eagle" or cell[-2] in EAGLE_FEATURES
 ]
-# Every feature at every moment would take half as many again.
-SAMPLE = every_two(CELLS, 5, apart=[(2, 3)])
-assert [*FACTORS][2:4] == ["moment", "feature"]
+# Every feature at every moment, and with every fault, would take twice as many.
+SAMPLE = every_two(CELLS, 4, apart=[(0, 3), (2, 3)])
+assert [*FACTORS][:4] == ["fault", "role", "moment", "feature"]
 
 
 _step = StepLoop._run_step

@@ -397,7 +397,7 @@ def test_tokens_of_batches_are_the_same(
         "tp_size": tp_size,
     }
     if memory == "few":
-        settings |= {"kv_cache_tokens": 512, "reserved_decode_tokens": 1}
+        settings |= {"kv_cache_tokens": 320, "reserved_decode_tokens": 1}
     with cluster_of(kind, **settings, **(DRAFTERS | TREE)[drafter]) as cluster:
         decoding = cluster.nodes[-1]
         for turn in range(40):

@@ -151,6 +151,16 @@ def cost(cell: tuple[Any, ...]) -> float:
 # ranks is in tests/speculative/test_pairs.py.
 APART = [(1, 3), (1, 5), (3, 5)]
 CELLS = every_two(list(itertools.product(*COLUMNS)), 36, cost, apart=APART)
+# Every drafter, page size and deployment, with and without what disturbs it.
+SHARP = [
+    ("split", "eagle", "on", 16, True, 1, False),
+    ("unified", "none", "on", 4, True, 2, True),
+    ("split", "tree", "on", 1, False, 1, True),
+    ("split", "ngram", "off", 1, False, 1, False),
+    ("unified", "draft", "off", 16, False, 1, True),
+    ("unified", "half right", "on", 1, True, 1, True),
+]
+assert set(SHARP) <= set(CELLS)
 
 
 def test_every_two_circumstances_occur_together() -> None:
@@ -170,8 +180,14 @@ def test_every_two_features_of_a_request_occur_together() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "drafter", "overlap", "page_size", "is_short", "tp_size", "aborts"),
-    CELLS,
-    ids=["-".join(map(str, cell)) for cell in CELLS],
+    [
+        pytest.param(
+            *cell,
+            id="-".join(map(str, cell)),
+            marks=() if cell in SHARP else pytest.mark.full,
+        )
+        for cell in CELLS
+    ],
 )
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("forked_ranks")

@@ -281,7 +281,13 @@ def test_a_child_ignores_signals_to_its_node() -> None:
         compiler.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        *(pytest.param(each, marks=pytest.mark.full) for each in (signal.SIGINT, signal.SIGHUP)),
+    ],
+)
 def test_a_signal_to_a_child_does_not_refuse_its_grammar(number: signal.Signals) -> None:
     compiler = GrammarCompiler(VOCABULARY, LIMITS)
     # A shell may have had this process ignore the signal, which a child inherits.

@@ -80,7 +80,10 @@ def test_output_matches_the_grammar(model: Path, plain: Answers) -> None:
 
 
 CELLS = [
-    ("split", "none", {"overlap_schedule": "on", "chunked_prefill_size": 16}),
+    pytest.param(
+        *("split", "none", {"overlap_schedule": "on", "chunked_prefill_size": 16}),
+        marks=pytest.mark.full,
+    ),
     pytest.param("unified", "tree", {"overlap_schedule": "on"}, marks=pytest.mark.full),
     pytest.param("unified", "none", {"overlap_schedule": "on"}, marks=pytest.mark.full),
     pytest.param("split", "ngram", {}, marks=pytest.mark.full),

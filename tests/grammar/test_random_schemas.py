@@ -50,8 +50,8 @@ TRAINED_EOS = 2
 
 @pytest.mark.parametrize(
     ("count", "deployments"),
-    [(40, DEPLOYMENTS[::4]), pytest.param(300, DEPLOYMENTS, marks=pytest.mark.full)],
-    ids=["40", "300"],
+    [(20, DEPLOYMENTS[::4]), pytest.param(300, DEPLOYMENTS, marks=pytest.mark.full)],
+    ids=["20", "300"],
 )
 @pytest.mark.timeout(1500)
 def test_random_schemas_constrain_random_models(

@@ -96,7 +96,7 @@ def state_of(compiler: Compiler, text: str) -> SamplingState:
     return SamplingState(params_of(text), prompt, (EOS,), VOCAB_SIZE, make_rules=make)
 
 
-@pytest.mark.parametrize("most", [5, 40])
+@pytest.mark.parametrize("most", [pytest.param(5, marks=pytest.mark.full), 40])
 def test_a_request_ends_when_its_tokens_take_too_long(
     compiler: Compiler, letter: int, most: int
 ) -> None:
@@ -174,7 +174,7 @@ class TestProbe:
     @pytest.mark.parametrize(
         "text",
         [
-            ambiguous(20),
+            pytest.param(ambiguous(20), marks=pytest.mark.full),
             pytest.param(ambiguous(100), marks=pytest.mark.full),
             f'root ::= "b: " deep | "c"\n{ambiguous(40).replace("root", "deep")}',
         ],
@@ -199,7 +199,9 @@ class TestProbe:
         found = find_slow_rule(compiled, compiler)
         assert found is not None and found.startswith("adding ")
 
-    @pytest.mark.parametrize("constant", ["", "x" * 100, "äöü" * 40])
+    @pytest.mark.parametrize(
+        "constant", ["", pytest.param("x" * 100, marks=pytest.mark.full), "äöü" * 40]
+    )
     def test_masks_are_tried_behind_constants(self, compiler: Compiler, constant: str) -> None:
         text = f'root ::= "{constant}" ({"[a-z]? " * 30})*'
         compiled = compiler.compile_text("ebnf", text)

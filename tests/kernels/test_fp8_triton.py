@@ -88,6 +88,7 @@ def multiply_exactly(rows: Fp8Rows, weight: Fp8Weight, bias: torch.Tensor | None
     return functional.linear(wide.double(), weight.dequantize_weight().double(), bias)
 
 
+@pytest.mark.sample
 @DTYPE
 @KIND
 @pytest.mark.parametrize("tokens", [0, 1, 7])
@@ -126,6 +127,7 @@ def assert_same_values(found: Fp8Rows, expected: Fp8Rows, error: float = 0.0) ->
     assert bool((difference <= other.abs() / 4 + 2**-8).all())
 
 
+@pytest.mark.sample
 @DTYPE
 @KIND
 @pytest.mark.parametrize("tokens", [0, 1, 7])
@@ -143,6 +145,7 @@ def test_activations_are_quantized_as_after_the_gate(
     assert_same_values(found, expected, 0.1)
 
 
+@pytest.mark.sample
 @DTYPE
 @pytest.mark.parametrize("is_gated", [False, True])
 @pytest.mark.parametrize("lead", [0, 16])
@@ -171,6 +174,7 @@ def test_long_rows_are_quantized_in_blocks(
     assert torch.equal(found.values.float(), expected.values.float())
 
 
+@pytest.mark.sample
 @DTYPE
 @KIND
 @pytest.mark.parametrize("tokens", [0, 1, 7])
@@ -223,6 +227,7 @@ def test_the_largest_input_uses_the_whole_range(rounds: bool) -> None:
     assert bool((found.values[1:, 0].float().cpu() > low).all())
 
 
+@pytest.mark.sample
 @DTYPE
 @KIND
 @pytest.mark.parametrize(
@@ -257,6 +262,7 @@ def test_products(
     assert_near(out, expected, max(error, 2e-3))
 
 
+@pytest.mark.sample
 @DTYPE
 @KIND
 @pytest.mark.parametrize("outputs", [48, 300])
@@ -305,6 +311,7 @@ def test_torch_multiplies_with_a_scale_for_each_row() -> None:
     assert_near(out, expected, 1.5e-2)
 
 
+@pytest.mark.sample
 @DTYPE
 @pytest.mark.parametrize("tokens", [0, 1, 33])
 @pytest.mark.parametrize("has_bias", [False, True])

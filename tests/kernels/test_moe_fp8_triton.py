@@ -57,6 +57,7 @@ def replace_conversion(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(moe_fp8_triton, "quantize_rows", convert)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(("dtype", "error"), DTYPES)
 @pytest.mark.parametrize("group", [0, 128])
 @pytest.mark.parametrize(
@@ -129,6 +130,7 @@ def test_conversion_ends_at_a_limit(
     assert bool(found.scales[limit:].isnan().all())
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(("dtype", "error"), DTYPES)
 @pytest.mark.parametrize("group", [0, 128])
 @pytest.mark.parametrize(

@@ -93,6 +93,7 @@ class TestReference:
         assert_near(weights, torch.softmax(logits, -1).gather(1, ids), 1e-6)
 
 
+@pytest.mark.sample
 @DTYPE
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize(
@@ -112,6 +113,7 @@ def test_routing(
     assert_near(weights, expected_weights, error)
 
 
+@pytest.mark.sample
 @DTYPE
 @pytest.mark.parametrize("is_clamped", [False, True])
 @pytest.mark.parametrize(

@@ -190,7 +190,7 @@ CELLS = list(
 )
 # Every two of an algorithm, a deployment and overlap stand together somewhere; test_pairs.py has
 # every two of all of these.
-SHARP = {("eagle", "unified", 1, "off"), ("eagle3", "split", 16, "on")}
+SHARP = {("eagle", "unified", 1, "off")}
 
 
 @pytest.mark.parametrize(
@@ -389,6 +389,7 @@ def test_sequences_that_come_back_are_drafted_for_as_before(
         check_drafts(server, made)
 
 
+@pytest.mark.full
 def test_too_little_memory_and_aborts_change_nothing(plain: list[list[list[int]]]) -> None:
     with speculating("split", kv_cache_tokens=400, reserved_decode_tokens=1) as cluster:
         for turn in range(10):
@@ -450,16 +451,11 @@ assert not DraftShape.build_best(7, 3).tree.is_chain
 
 
 TREE_CELLS = list(itertools.product(("unified", "split"), (1, 16, 64), ("off", "on")))
-SHARP_TREES = {("split", 1, "on")}
 
 
-@pytest.mark.parametrize(
-    ("kind", "page_size", "overlap"),
-    [
-        cell if cell in SHARP_TREES else pytest.param(*cell, marks=pytest.mark.full)
-        for cell in TREE_CELLS
-    ],
-)
+# With every other circumstance, too: test_pairs.py.
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "page_size", "overlap"), TREE_CELLS)
 def test_trees_change_no_output(
     monkeypatch: pytest.MonkeyPatch,
     plain: list[list[list[int]]],
@@ -514,7 +510,16 @@ TREE_FAULTS: dict[str, tuple[Any, str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("fault", [None, *TREE_FAULTS])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        None,
+        *(
+            fault if fault == "KV is not moved" else pytest.param(fault, marks=pytest.mark.full)
+            for fault in TREE_FAULTS
+        ),
+    ],
+)
 def test_a_fault_planted_in_trees_is_noticed(
     monkeypatch: pytest.MonkeyPatch, fault: str | None
 ) -> None:
@@ -554,10 +559,7 @@ def test_guesses_of_a_tree_are_the_likeliest_after_each_path() -> None:
                 assert drafted[own] == found[again.shape.ranks[guess]]
 
 
-SHARP_FAULTS = {
-    ("split", "draft_tokens"),
-    ("unified", "follow_step"),
-}
+SHARP_FAULTS = {("split", "draft_tokens")}
 
 
 @pytest.mark.parametrize(
