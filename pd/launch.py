@@ -38,6 +38,7 @@ def check_early(config: NodeConfig) -> None:
     from pd.models.config_reader import read_draft_config, read_model_config
     from pd.models.eagle_config import EagleConfig
     from pd.models.generation_config import read_sampling_defaults
+    from pd.models.mtp_config import MtpConfig
 
     model = read_model_config(config.model)
     read_sampling_defaults(config.model, config.generation_config)
@@ -46,6 +47,8 @@ def check_early(config: NodeConfig) -> None:
             f"--context-length {config.context_length} exceeds the model's {model.context_length}"
         )
     model.split_by_ranks(config.tp_size, config.ep_size)
+    if config.speculative_algorithm == "mtp":
+        MtpConfig.of_target(config.model, model)
     if config.speculative_draft_model is not None:
         if config.speculative_algorithm == "eagle":
             EagleConfig.from_pretrained(config.speculative_draft_model, model)

@@ -39,8 +39,7 @@ every transfer backend, unequal page sizes and `--tp-size`. Every mixture of exp
 [`--ep-size`](gpu.md#several-gpus-for-one-node), in every format of weights.
 
 A model with latent attention (MLA) keeps one row per token and layer instead of K and V. With
-`--tp-size`, every rank has all rows: they travel once and are written to every rank. We ignore the
-layers that such checkpoints have for drafts (MTP).
+`--tp-size`, every rank has all rows: they travel once and are written to every rank.
 
 Mistral, Mixtral and Qwen checkpoints may have sliding windows, in all layers or in some. They need
 `triton`, which `auto` then chooses on a GPU, or `torch`; `flashinfer` is refused. The cache keeps
@@ -53,7 +52,10 @@ dequantizes them when it loads them. With `--tp-size`, the experts' width has to
 on every rank; `--ep-size` keeps experts whole. `--quantization fp8` is refused.
 
 GLM-4.5 to 4.7 (`glm4_moe`) rotate a part of each head (`partial_rotary_factor`), and have the
-router and the shared experts of DeepSeek-V3. We ignore their layers for drafts, too.
+router and the shared experts of DeepSeek-V3.
+
+Checkpoints of DeepSeek-V3, DeepSeek-R1 and these GLM models have a layer for drafts (MTP). It is
+loaded only with `--speculative-algorithm mtp` ([speculation.md](speculation.md#mtp-layers)).
 
 Phi-3 and Phi-4 (`phi3`) are served unless they have `longrope`, as Phi-3-mini-128k and
 Phi-4-mini do. Their checkpoints cannot be in fp8, but `--quantization fp8` converts them.

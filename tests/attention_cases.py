@@ -195,13 +195,20 @@ def random_tree(length: int, random: np.random.Generator) -> np.ndarray:
 class DraftStep:
     """Rows of one draft step over the sequences of a case, which see keys at random."""
 
-    def __init__(self, case: Case, sequences: Sequence[int], random: np.random.Generator) -> None:
+    def __init__(
+        self,
+        case: Case,
+        sequences: Sequence[int],
+        random: np.random.Generator,
+        first_key: int = 0,
+    ) -> None:
         """Place the rows of these sequences.
 
         Args:
             sequences: sequence of each row; its tokens are at different places.
+            first_key: rows see no key before it.
         """
-        self.case, self.sequences = case, list(sequences)
+        self.case, self.sequences, self.first_key = case, list(sequences), first_key
         self.limits = np.array([sum(case.shapes[i]) for i in sequences], np.int64)
         self.pages = [case.pages[i] for i in sequences]
         self.places, self.bases, self.masks = (np.zeros(len(sequences), np.int64) for _ in range(3))
@@ -232,7 +239,9 @@ class DraftStep:
     def visible(self, row: int) -> np.ndarray:
         """Return the positions that a row sees in a layer without a window, ascending."""
         base, mask = int(self.bases[row]), int(self.masks[row])
-        return np.array([*range(base), *(base + bit for bit in range(64) if mask >> bit & 1)])
+        masked = (base + bit for bit in range(64) if mask >> bit & 1)
+        keys = [key for key in (*range(base), *masked) if key >= self.first_key]
+        return np.array(keys, np.int64)
 
     def seen_slots(self, row: int) -> torch.Tensor:
         table = self.case.slots(self.sequences[row], int(self.limits[row]))
@@ -274,7 +283,8 @@ class DraftStep:
         """Compute with the torch backend in float32 on the CPU."""
         case = self.case
         windows = LayerWindows(case.windows)
-        graph = TorchDraft(case.pool_copy(), len(self.sequences), case.latent, windows)
+        rows, first_key = len(self.sequences), self.first_key
+        graph = TorchDraft(case.pool_copy(), rows, case.latent, windows, first_key)
         graph.plan(self.limits, self.pages)
         return self.attend(graph)
 
@@ -284,6 +294,16 @@ class DraftStep:
         return torch.stack(
             [self.case.expected_row(self.q[i].cpu(), layer, self.seen_slots(i)) for i in rows]
         )
+
+
+def make_step_without_first_keys(case: Case) -> DraftStep:
+    """Make rows that do not see their sequences' first keys, which are NaN. The last row would see
+    no other key."""
+    sequences = [index for index in range(len(case.shapes)) for _ in range(2)]
+    step = DraftStep(case, sequences, np.random.default_rng(3), first_key=1)
+    step.places[-1], step.bases[-1], step.masks[-1] = 1, 1, 0
+    step.spoil()
+    return step
 
 
 @contextmanager

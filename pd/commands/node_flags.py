@@ -232,7 +232,8 @@ def add_arguments(parser: argparse.ArgumentParser, role: str) -> None:
         "--speculative-algorithm",
         "how to draft tokens for the model to verify, which leaves the output the same; ngram: by "
         "what followed the last tokens earlier in the same request; draft: by a smaller model; "
-        "eagle: by an EAGLE head, also on the prefill nodes",
+        "eagle: by an EAGLE head, also on the prefill nodes; mtp: by the layer for drafts in the "
+        "model's own checkpoint, also on the prefill nodes",
         choices=choices.SPECULATIVE_ALGORITHMS,
     )
     add(
@@ -244,7 +245,7 @@ def add_arguments(parser: argparse.ArgumentParser, role: str) -> None:
     add_number("--speculative-num-draft-tokens", "most tokens to draft per sequence and step")
     add(
         "--speculative-topk",
-        "most guesses at one place: above 1 an EAGLE head drafts trees of "
+        "most guesses at one place: above 1, eagle and mtp draft trees of "
         "--speculative-num-draft-tokens tokens, else chains",
         type=int,
         metavar="K",

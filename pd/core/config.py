@@ -26,7 +26,9 @@ GENERATION_CONFIGS = ("auto", "none")
 SPECULATIVE_ADAPTIVE = ("on", "off")
 SPECULATIVE_NGRAM_CACHES = ("on", "off")
 GRAMMAR_BACKENDS = ("xgrammar", "none")
-SPECULATIVE_ALGORITHMS = ("none", "ngram", "draft", "eagle")
+SPECULATIVE_ALGORITHMS = ("none", "ngram", "draft", "eagle", "mtp")
+# Algorithms that read hidden states of the model. Every node needs them, prefill nodes too.
+WITH_STATES = ("eagle", "mtp")
 # Algorithms with a checkpoint of their own.
 _WITH_MODEL = ("draft", "eagle")
 ELASTIC = ("auto", "off")
@@ -210,10 +212,10 @@ class NodeConfig:
             raise UsageError(
                 f"--speculative-topk must be at most {MAX_TOPK}, not {self.speculative_topk}"
             )
-        if self.speculative_topk > 1 and self.speculative_algorithm != "eagle":
+        if self.speculative_topk > 1 and self.speculative_algorithm not in WITH_STATES:
             raise UsageError(
                 f"--speculative-topk {self.speculative_topk} (above 1) needs "
-                f"--speculative-algorithm eagle, not {self.speculative_algorithm}"
+                f"--speculative-algorithm eagle or mtp, not {self.speculative_algorithm}"
             )
         if self.speculative_topk > 1 and self.speculative_num_draft_tokens == MAX_DRAFT_TOKENS:
             raise UsageError(

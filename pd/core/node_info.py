@@ -23,7 +23,7 @@ Role = Literal["prefill", "decode", "unified"]
 # Name of the settings changed by --generation-config, in error messages.
 SAMPLING_DEFAULTS = "recommended sampling (--generation-config)"
 # Error messages say this about a node without a drafter, if its peer's drafter needs data.
-NO_HEAD = "no EAGLE head"
+NO_HEAD = "no draft head"
 
 # Limits on a peer's addresses. The longest honest value is a library's connection record in base64,
 # a few kilobytes.

@@ -1,5 +1,5 @@
-"""An EAGLE head next to a model: every forward pass writes the head's KV, and we keep the hidden
-states that the head needs in the next pass."""
+"""A draft head next to a model, an EAGLE head or an MTP layer: every forward pass writes the head's
+KV, and we keep the hidden states that the head needs in the next pass."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import weakref
 from collections import deque
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import torch
 
-from pd.core.node_info import Plane
 from pd.engine.device_copy import HostCopy
 from pd.kernels.draft_tensors import States
 from pd.kernels.drafting import carry_states
 from pd.models.eagle import load_eagle_head
 from pd.models.eagle_config import EagleConfig
+from pd.models.mtp import check_mtp_tensors, load_mtp_head
+from pd.models.mtp_config import MtpConfig
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,18 +25,16 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pd.core.config import NodeConfig
-    from pd.core.node_info import DType
+    from pd.core.node_info import DType, Plane
     from pd.engine.forward_item import ForwardItem
     from pd.engine.kv_pool import KVPool
     from pd.kernels.attention.base import PagedKV
     from pd.models.causal_lm import CausalLM
     from pd.models.config import ModelConfig
-    from pd.models.eagle import EagleHead
+    from pd.models.draft_head import DraftHead, HeadConfig
 
     Int64Array = npt.NDArray[np.int64]
 
-# Name of the plane that holds the head's K and V.
-PLANE = "eagle"
 # A row of zeros. Heads get it as the state before the first token of a sequence.
 ZERO_ROW = 0
 # The row for sequences without their own row. Nothing is drafted from it.
@@ -79,7 +79,7 @@ class EagleWriter:
         fused: states of the tokens of the last pass, in their order.
     """
 
-    def __init__(self, head: EagleHead, model: CausalLM, kv: PagedKV, num_rows: int) -> None:
+    def __init__(self, head: DraftHead, model: CausalLM, kv: PagedKV, num_rows: int) -> None:
         self.head, self.kv = head, kv
         weight = model.embedding
         size = head.config.hidden_size
@@ -90,11 +90,16 @@ class EagleWriter:
 
     @classmethod
     def build_for_pool(
-        cls, head: EagleHead, model: CausalLM, pool: KVPool, config: NodeConfig
+        cls, head: DraftHead, model: CausalLM, pool: KVPool, config: NodeConfig
     ) -> EagleWriter:
         """Make a writer for the head's plane of ``pool``. It has rows for twice as many sequences
         as run at a time, because waiting prompts and choices need one, too."""
-        return cls(head, model, pool.view_plane(PLANE), 2 * config.max_running_requests + 64)
+        return cls(
+            head,
+            model,
+            pool.view_plane(head.config.plane_name),
+            2 * config.max_running_requests + 64,
+        )
 
     def take_row(self) -> CarriedState:
         """Give a sequence a row. The row is free again once the result is garbage. Any thread may
@@ -156,8 +161,7 @@ class EagleWriter:
         """
         self.fused = self.head.fuse_features(features)
         states = States(self.carried, self.fused, before)
-        keys, values = self.kv.get_keys(0), self.kv.get_values(0)
-        self.head.write_kv(token_ids, states, positions, keys, values, slots)
+        self.head.write_kv(token_ids, states, positions, self.kv, slots)
 
     def find_places_before(self, items: Sequence[ForwardItem]) -> Int64Array:
         """Find the state before each token of ``items``.
@@ -188,28 +192,33 @@ class EagleWriter:
         carry_states(self.carried, rows, self.fused, roots, last)
 
 
-def read_head_config(config: NodeConfig, target: ModelConfig) -> EagleConfig | None:
-    """Read the EAGLE head that a node uses for ``target``; None if it uses none.
+def read_head_config(config: NodeConfig, target: ModelConfig) -> EagleConfig | MtpConfig | None:
+    """Read the configuration of the head that a node uses for ``target``; None if it uses none.
 
     Raises:
-        UsageError, UnsupportedModelError: the head does not fit the model.
+        UsageError, UnsupportedModelError: the head does not fit the model, or the model has no
+            layer for drafts.
     """
+    if config.speculative_algorithm == "mtp":
+        head = MtpConfig.of_target(config.model, target)
+        if config.load_format != "dummy":
+            check_mtp_tensors(config.model, head)
+        return head
     path = config.speculative_draft_model
     if config.speculative_algorithm != "eagle" or path is None:
         return None
     return EagleConfig.from_pretrained(path, target)
 
 
-def make_head_plane(head: EagleConfig, dtype: DType) -> Plane:
-    """Describe the pool's plane for a head's K and V. The head, and so its plane, is whole on rank
-    0. The plane is in the model's group, because every pass writes the KV of both."""
-    return Plane(
-        PLANE, head.num_layers, head.num_kv_heads, head.head_dim, dtype, ranks="first", group=0
-    )
+def make_head_plane(head: HeadConfig, dtype: DType) -> Plane:
+    """Describe the pool's plane for a head's KV. The head, and so its plane, is whole on rank 0.
+    The plane is in the model's group, because every pass writes the KV of both."""
+    plane = head.layer.make_plane(dtype)
+    return msgspec.structs.replace(plane, name=head.plane_name, ranks="first", group=0)
 
 
-def load_head(config: NodeConfig, model: CausalLM, target: ModelConfig) -> EagleHead | None:
-    """Load the EAGLE head of a node on rank 0, and have ``model`` compute the features that it
+def load_head(config: NodeConfig, model: CausalLM, target: ModelConfig) -> DraftHead | None:
+    """Load the draft head of a node on rank 0, and have ``model`` compute the features that it
     reads. Returns None if there is no head.
 
     Args:
@@ -220,13 +229,18 @@ def load_head(config: NodeConfig, model: CausalLM, target: ModelConfig) -> Eagle
         UsageError, UnsupportedModelError: the head does not fit the model, or cannot be loaded.
     """
     head, path = read_head_config(config, target), config.speculative_draft_model
-    if head is None or path is None:
+    if head is None:
         return None
     # All ranks do this, even those without the head, because the last layer must compute the same
     # on each.
     model.aux_layers, model.aux_normed = head.aux_layers, head.normed
     if model.tp.rank > 0:
         return None
+    if isinstance(head, MtpConfig):
+        return load_mtp_head(
+            config.model, head, model, load_format=config.load_format, seed=config.seed
+        )
+    assert path is not None, "the configuration was read from there"
     return load_eagle_head(
         path,
         head,

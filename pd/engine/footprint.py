@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pd.engine.step_graphs import CapturedSteps
     from pd.kernels.attention import AttentionBackend
     from pd.models.causal_lm import CausalLM
-    from pd.models.eagle import EagleHead
+    from pd.models.draft_head import DraftHead
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def measure_footprint(
     config: NodeConfig,
     graph_sizes: Sequence[int],
     max_context: int,
-    head: EagleHead | None = None,
+    head: DraftHead | None = None,
 ) -> Footprint:
     """Run the largest step and capture the largest graph over a small pool.
 
@@ -77,7 +77,7 @@ def measure_footprint(
         graph_sizes: batch sizes of the CUDA graphs to capture later. Graphs of one kind share the
             memory of the largest.
         max_context: longest sequence in tokens.
-        head: EAGLE head of the model, if any.
+        head: draft head of the model, if any.
     """
     device = model.embedding.device
     if device.type != "cuda":

@@ -94,6 +94,14 @@ def make_default_mlp(config: ModelConfig, layer: int, tp: TensorParallel) -> MLP
     return SparseMoE(config, tp) if config.num_experts else GatedMLP(config, tp)
 
 
+def prepare_layers(module: nn.Module) -> None:
+    """Lay out the weights of all layers in ``module`` for the kernels, see
+    :meth:`CausalLM.prepare_weights`."""
+    for part in module.modules():
+        if isinstance(part, Linear | Experts | ClampedExperts):
+            part.prepare_weights()
+
+
 class CausalLM(nn.Module):
     """Embedding, decoder layers, norm, output head.
 
@@ -125,9 +133,9 @@ class CausalLM(nn.Module):
         self.aux_layers: tuple[int, ...] = ()
         self.aux_normed = False
         self.embedding = make_parameter(config.vocab_size, config.hidden_size)
+        self._make_attention, self._make_mlp = make_attention, make_mlp
         self.layers = nn.ModuleList(
-            DecoderLayer(config, make_attention(config, layer, tp), make_mlp(config, layer, tp))
-            for layer in range(config.num_layers)
+            self.make_layer(config, layer, tp) for layer in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if not config.tie_word_embeddings:
@@ -177,6 +185,16 @@ class CausalLM(nn.Module):
             hidden = hidden if rows is None else hidden.index_select(0, rows)
         return hidden
 
+    def make_layer(self, config: ModelConfig, index: int, tp: TensorParallel) -> DecoderLayer:
+        """Make a layer of this architecture, with empty weights. It is not a part of the model.
+
+        Args:
+            config: configuration of a rank's part.
+            index: number of the layer in its KV pool.
+        """
+        attention = self._make_attention(config, index, tp)
+        return DecoderLayer(config, attention, self._make_mlp(config, index, tp))
+
     def allocate_features(self, num_tokens: int) -> torch.Tensor | None:
         """Allocate the ``features`` of a pass over ``num_tokens`` tokens; None if ``aux_layers`` is
         empty."""
@@ -204,9 +222,7 @@ class CausalLM(nn.Module):
 
         Meanwhile one weight at a time exists twice.
         """
-        for module in self.modules():
-            if isinstance(module, Linear | Experts | ClampedExperts):
-                module.prepare_weights()
+        prepare_layers(self)
         if not self.config.tie_word_embeddings:
             self.head = nn.Parameter(pack_weight(self.head), requires_grad=False)
 

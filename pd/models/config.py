@@ -169,7 +169,7 @@ class ModelConfig:
         num_dense_layers: leading layers whose MLP is dense although ``num_experts`` > 0.
         dense_size: width of the MLP of these layers.
         latent: latent attention; None for grouped-query attention.
-        num_draft_layers: layers after the last one in the checkpoint, for drafts. We ignore them.
+        num_draft_layers: layers for drafts after the last one (:mod:`pd.models.mtp`).
         quantization: weights in fp8; None if all are in the model's dtype.
         dtype: dtype of the checkpoint (``float32``, ``bfloat16``, ``float16``, …) or None.
         eos_token_ids: ids that end an answer, from ``config.json``, ``generation_config.json`` and

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class DeepseekV3(Architecture):
-    """Layers after the last one are for drafts, and we ignore them."""
+    """Layers after the last one are for drafts (:mod:`pd.models.mtp`)."""
 
     defaults: ClassVar[Settings] = {
         **DeepseekV2.defaults,

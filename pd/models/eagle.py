@@ -1,9 +1,8 @@
 """EAGLE heads: one decoder layer that drafts tokens from a target's hidden states.
 
-The slot of token ``t`` in a head's KV joins the fused hidden state of token ``t - 1`` with the
-embedding of token ``t``, at rotary position ``t``. Its output predicts token ``t + 1``. The
-computation is that of EAGLE-1 and EAGLE-2 (Li et al., 2024) or EAGLE-3 (Li et al., 2025).
-:mod:`pd.models.eagle_config` describes the supported checkpoints.
+:mod:`pd.models.draft_head` explains the slots of its KV. The computation is that of EAGLE-1 and
+EAGLE-2 (Li et al., 2024) or EAGLE-3 (Li et al., 2025). :mod:`pd.models.eagle_config` describes the
+supported checkpoints.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from pd.kernels.linear import linear, pack_weight
 from pd.kernels.rope import rotate_and_store
 from pd.models.causal_lm import HEAD
 from pd.models.checkpoint import find_checkpoint
+from pd.models.draft_head import DraftHead
 from pd.models.eagle_config import EAGLE3
 from pd.models.layers import (
     Attention,
@@ -31,14 +31,14 @@ from pd.models.layers import (
     Rotary,
     add_prefix,
 )
-from pd.models.loader import fill_weights, list_shards, open_shard
+from pd.models.loader import fill_weights, list_shards, load_whole_head, open_shard
 from pd.models.matrix import make_parameter
 from pd.models.tensor_parallel import SINGLE, WeightDestination
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pd.kernels.attention import PlannedAttention
+    from pd.kernels.attention import PagedKV, PlannedAttention
     from pd.models.causal_lm import CausalLM
     from pd.models.config import ModelConfig
     from pd.models.eagle_config import EagleConfig
@@ -94,24 +94,18 @@ class HeadAttention(Attention):
         )
 
 
-class EagleHead(nn.Module):
-    """The layer that all heads share. Subclasses define its inputs and outputs.
-
-    A head is whole on one rank, even if its target is divided among several.
+class EagleHead(DraftHead):
+    """The layer that all EAGLE heads share. Subclasses define its inputs and outputs.
 
     Args:
         embedding: the target's, ``[vocab_size, hidden_size]``; None if the head has its own.
         head: another model's output head, ready for :func:`pd.kernels.linear.linear`; None if the
             head has its own.
-
-    Attributes:
-        target_ids: int64 ``[draft_vocab_size]``, the target's token id for each column of the
-            logits; None if both vocabularies are equal.
     """
 
+    config: EagleConfig
     embedding: torch.Tensor
     head: torch.Tensor
-    target_ids: torch.Tensor | None
 
     def __init__(
         self,
@@ -137,13 +131,7 @@ class EagleHead(nn.Module):
         self.head = (
             make_parameter(config.draft_vocab_size, hidden) if head is None else head.detach()
         )
-        self.target_ids = None
         self._rotary = Rotary(layer, self.embedding.device)
-
-    @abstractmethod
-    def fuse_features(self, features: torch.Tensor) -> torch.Tensor:
-        """Fuse the target's features ``[tokens, feature_size]`` into hidden states ``[tokens,
-        hidden_size]``."""
 
     @abstractmethod
     def _join_inputs(
@@ -164,21 +152,13 @@ class EagleHead(nn.Module):
         token_ids: torch.Tensor,
         fused: States,
         positions: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        kv: PagedKV,
         slots: torch.Tensor,
     ) -> None:
-        """Write K and V for pairs of a token and the fused hidden state of the token before it.
-
-        Args:
-            token_ids, positions: int64 ``[tokens]``.
-            fused: ``tokens`` rows of ``hidden_size`` in the head's dtype, from
-                :meth:`fuse_features` or :meth:`forward`.
-            keys, values: contiguous ``[slots, num_kv_heads, head_dim]``.
-            slots: int64 ``[tokens]``.
-        """
+        """See :class:`pd.models.draft_head.DraftHead`."""
         x, _ = self._join_inputs(token_ids, fused)
-        self.attention.write_kv(x, self._rotary.compute_rotations(positions), keys, values, slots)
+        cos_sin = self._rotary.compute_rotations(positions)
+        self.attention.write_kv(x, cos_sin, kv.get_keys(0), kv.get_values(0), slots)
 
     def forward(
         self,
@@ -187,19 +167,7 @@ class EagleHead(nn.Module):
         positions: torch.Tensor,
         attention: PlannedAttention,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draft the token after each pair of a token and the fused hidden state of the token before
-        it. K and V of the pairs are written.
-
-        Args:
-            token_ids, positions: as for :meth:`write_kv`.
-            fused: ``[tokens, hidden_size]``.
-            attention: planned for exactly these tokens, over a pool of one layer.
-
-        Returns:
-            Logits ``[tokens, draft_vocab_size]``, and states ``[tokens, hidden_size]``, which
-            replace the fused hidden states of ``token_ids`` in the next draft; both in the head's
-            dtype.
-        """
+        """See :class:`pd.models.draft_head.DraftHead`."""
         x, residual = self._join_inputs(token_ids, States.from_rows(fused))
         attended = self.attention(x, self._rotary.compute_rotations(positions), attention)
         if residual is None:
@@ -421,21 +389,12 @@ def _load_target_head(
     target: CausalLM, target_path: str | Path | None, load_format: str, seed: int, path: str | Path
 ) -> torch.Tensor:
     """Return the target's output head, whole and packed."""
-    if target.tp.size == 1:
-        return target.head
-    if target.config.tie_word_embeddings:
-        return target.embedding
-    if target_path is None:
+    if target.tp.size > 1 and not target.config.tie_word_embeddings and target_path is None:
         raise UsageError(
             f"--speculative-draft-model {path} has no {HEAD}, and --tp-size {target.tp.size} "
             "divides that of the model"
         )
-    whole = torch.empty_like(target.embedding)
-    place = {HEAD: WeightDestination(whole)}
-    fill_weights(
-        place, target_path, load_format, seed, False, SINGLE, lambda name, stored, shard: True
-    )
-    return pack_weight(whole)
+    return load_whole_head(target, target_path or path, load_format, seed)
 
 
 def _read_target_ids(

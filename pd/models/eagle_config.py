@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from pd.core.errors import UnsupportedModelError, UsageError
 from pd.models.checkpoint import find_checkpoint, hash_weights
@@ -24,6 +24,7 @@ from pd.models.settings import get_mapping, get_positive_int_or, read_json
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from pd.core.config import NodeConfig
     from pd.models.config import ModelConfig
     from pd.models.settings import Settings
 
@@ -99,6 +100,8 @@ class EagleConfig:
     fc_bias: bool = False
     norm_before_residual: bool = False
 
+    plane_name: ClassVar[str] = "eagle"
+
     @property
     def hidden_size(self) -> int:
         return self.layer.hidden_size
@@ -107,23 +110,6 @@ class EagleConfig:
     def feature_size(self) -> int:
         """Width of a token's features: the hidden states of ``aux_layers`` side by side."""
         return len(self.aux_layers) * self.target_hidden_size
-
-    @property
-    def num_layers(self) -> int:
-        """Number of layers with KV, always 1."""
-        return self.layer.num_layers
-
-    @property
-    def num_heads(self) -> int:
-        return self.layer.num_heads
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.layer.num_kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.layer.head_dim
 
     @classmethod
     def from_pretrained(cls, path: str | Path, target: ModelConfig) -> EagleConfig:
@@ -197,6 +183,13 @@ class EagleConfig:
                 f"{what} has hidden_size {self.hidden_size} and shares the output head of the "
                 f"model, whose hidden_size is {target.hidden_size}"
             )
+
+    def identify(self, config: NodeConfig) -> str:
+        """See :class:`pd.models.draft_head.HeadConfig`."""
+        path = config.speculative_draft_model
+        assert path is not None, "EAGLE heads have a checkpoint of their own"
+        fingerprint = self.compute_fingerprint(path, config.load_format, config.seed)
+        return f"{self.algorithm} {fingerprint}"
 
     def compute_fingerprint(
         self, path: str | Path, load_format: str = "auto", seed: int = 0

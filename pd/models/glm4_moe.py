@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 class Glm4Moe(Architecture):
     """``attention_bias`` gives q, k and v biases, but not the output projection. Layers after the
-    last one are for drafts, and we ignore them."""
+    last one are for drafts (:mod:`pd.models.mtp`)."""
 
     defaults: ClassVar[Settings] = {
         "num_key_value_heads": 8,

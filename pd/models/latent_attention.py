@@ -61,7 +61,10 @@ class LatentAttention(AttentionLayer):
     ) -> torch.Tensor:
         """Attend all tokens, or ``rows`` alone. Latents of all tokens are written."""
         latent = self._latent
-        q = self.query(x).view(len(x), self._num_heads, -1)
+        if rows is not None and len(rows) == 0:
+            q = x.new_empty(len(x), 0, latent.nope_dim + latent.rope_dim)
+        else:
+            q = self.query(x).view(len(x), self._num_heads, -1)
         stored = rotate_and_store_latents(
             q,
             self.compress(x),

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from pd.core.errors import UnsupportedModelError, UsageError
 from pd.kernels.fp8 import FP8, convert_saturated, has_fp8
+from pd.kernels.linear import pack_weight
 from pd.models.causal_lm import EMBEDDING, HEAD
 from pd.models.checkpoint import INDEX, find_checkpoint
 from pd.models.config import MX_BLOCK
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
     from pd.models.causal_lm import CausalLM
     from pd.models.config import ModelConfig, QuantizationConfig
+    from pd.models.layers import NamedPlaces
 
 NOTHING_FUSED: Mapping[str, tuple[str, ...]] = {}
 # Rotary frequencies in older checkpoints. We compute them instead.
@@ -74,6 +76,12 @@ class Stored(Protocol):
     def get_slice(self, name: str) -> _LazyTensor: ...
 
     def get_tensor(self, name: str) -> torch.Tensor: ...
+
+
+class ListsTensors(Protocol):
+    """A module whose weights :func:`fill_module` fills."""
+
+    def list_tensors(self) -> NamedPlaces: ...
 
 
 class _FusedRows:
@@ -153,29 +161,21 @@ def load_model(
         _check_tied(stored.get_tensor(name), shard.parent)
         return True
 
-    # NOTE: prepare_weights() frees weights as it goes, so nothing else may refer to their memory by
-    # then.
-    places, scales = dict(model.list_tensors()), NO_SCALES
-    elsewhere = frozenset() if ep_size == 1 else _list_other_experts(places, config.num_experts)
-    quantization = config.quantization
-    if quantization is not None and not quantization.at_load and load_format != "dummy":
-        scales = _read_scales(find_checkpoint(path), places, quantization)
-        for name, place in places.items():
-            if place.fp8 is not None and scales.find_scale(name) is None:
-                place.fp8.make_plain()
-        places = dict(model.list_tensors())
-    fill_weights(
-        places,
+    elsewhere = frozenset[str]()
+    if ep_size > 1:
+        names = [name for name, _ in model.list_tensors()]
+        elsewhere = _list_other_experts(names, config.num_experts)
+    fill_module(
+        model,
         path,
+        config.quantization,
         load_format,
         seed,
         progress,
         tp,
         is_known,
-        scales=scales,
-        fused=architecture.fused,
+        architecture.fused,
     )
-    del places
     model.prepare_weights()
     return model.eval()
 
@@ -186,6 +186,52 @@ def _list_other_experts(names: Iterable[str], num_experts: int) -> frozenset[str
     kinds = {_EXPERT.sub("*", name) for name in names if _EXPERT.search(name)}
     every = (kind.replace("*", str(expert)) for kind in kinds for expert in range(num_experts))
     return frozenset(every).difference(names)
+
+
+def load_whole_head(
+    target: CausalLM, path: str | Path, load_format: str, seed: int
+) -> torch.Tensor:
+    """Return the whole output head of a model, ready for :func:`pd.kernels.linear.linear`. If the
+    model's ranks divide it, it is read once more.
+
+    Args:
+        path, load_format, seed: those with which ``target`` was loaded.
+    """
+    if target.tp.size == 1:
+        return target.head
+    if target.config.tie_word_embeddings:
+        return target.embedding
+    whole = torch.empty_like(target.embedding)
+    place = {HEAD: WeightDestination(whole)}
+    fill_weights(place, path, load_format, seed, False, SINGLE, lambda name, stored, shard: True)
+    return pack_weight(whole)
+
+
+def fill_module(
+    module: ListsTensors,
+    path: str | Path,
+    quantization: QuantizationConfig | None,
+    load_format: str,
+    seed: int,
+    progress: bool,
+    tp: TensorParallel,
+    is_known: Callable[[str, Stored, Path], bool],
+    fused: Mapping[str, tuple[str, ...]] = NOTHING_FUSED,
+) -> None:
+    """Fill the weights of a module with :func:`fill_weights`. Weights of the module that may be in
+    fp8 are so if the checkpoint has scales for them."""
+    # NOTE: prepare_weights() frees weights as it goes, so nothing else may refer to their memory by
+    # then.
+    places, scales = dict(module.list_tensors()), NO_SCALES
+    if quantization is not None and not quantization.at_load and load_format != "dummy":
+        scales = _read_scales(find_checkpoint(path), places, quantization)
+        for name, place in places.items():
+            if place.fp8 is not None and scales.find_scale(name) is None:
+                place.fp8.make_plain()
+        places = dict(module.list_tensors())
+    fill_weights(
+        places, path, load_format, seed, progress, tp, is_known, scales=scales, fused=fused
+    )
 
 
 def _check_fp8(path: str | Path, device: torch.device) -> None:

@@ -92,6 +92,7 @@ _SPECULATIVE_METHODS = {
     "draft_model": "draft",
     "eagle": "eagle",
     "eagle3": "eagle",
+    "mtp": "mtp",
 }
 _DTYPES = {"half": "float16", "float": "float32"}
 _MODEL_NAMES = "the directory of a checkpoint, or its id in the Hugging Face cache"

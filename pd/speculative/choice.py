@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
+
+from pd.core.config import WITH_STATES
 
 if TYPE_CHECKING:
     from pd.core.config import NodeConfig
@@ -38,10 +41,10 @@ def make_drafter(
 ) -> Drafter | None:
     """Make the drafter, or return None without speculation.
 
-    A node that does not decode only has an EAGLE drafter, because an EAGLE head needs states of the
-    prompt.
+    A node that does not decode only has a drafter with a draft head, because a head needs states of
+    the prompt.
     """
-    if config.speculative_algorithm == "eagle":
+    if config.speculative_algorithm in WITH_STATES:
         return _make_eagle_drafter(config, engine)
     if config.speculative_algorithm == "none" or not config.decodes:
         return None
@@ -61,19 +64,19 @@ def choose_shape(config: NodeConfig) -> DraftShape:
     """Return the shape of the largest draft."""
     from pd.speculative.shape import DraftShape
 
-    topk = config.speculative_topk if config.speculative_algorithm == "eagle" else 1
+    topk = config.speculative_topk if config.speculative_algorithm in WITH_STATES else 1
     return DraftShape.build_best(config.speculative_num_draft_tokens, topk)
 
 
 def describe_drafter(config: NodeConfig, engine: Engine) -> str:
     """Describe a drafter for ``NodeInfo.drafter``."""
-    eagle, path = engine.runner.eagle, config.speculative_draft_model
-    if eagle is None or path is None:
+    eagle = engine.runner.eagle
+    if eagle is None:
         return ""
     head = eagle.head.config
-    fingerprint = head.compute_fingerprint(path, config.load_format, config.seed)
-    widths = f"{head.num_kv_heads} KV heads of {head.head_dim}, states of {head.hidden_size}"
-    return f"{head.algorithm} {fingerprint} ({widths}, {engine.layout.planes[0].dtype})"
+    name, layer = head.identify(config), head.layer
+    widths = f"{layer.num_kv_heads} KV heads of {layer.head_dim}, states of {head.hidden_size}"
+    return f"{name} ({widths}, {engine.layout.planes[0].dtype})"
 
 
 def _make_eagle_drafter(config: NodeConfig, engine: Engine) -> EagleDrafter:
@@ -104,16 +107,21 @@ def _choose_draft_attention(config: NodeConfig, writer: EagleWriter) -> Attentio
     """Make the node's attention backend over the head's KV, or one that can draft."""
     from pd.kernels.attention import find_attention_backend
 
-    head, device = writer.head.config, writer.carried.device
+    layer, device, latent = writer.head.config.layer, writer.carried.device, writer.head.latent
+    find = partial(
+        find_attention_backend,
+        device=device,
+        dtype=writer.carried.dtype,
+        head_dim=layer.head_dim,
+        latent=latent is not None,
+    )
     for name in (config.attention_backend, "triton"):
         if name == "triton" and device.type != "cuda":
             break
-        kind = find_attention_backend(name, device, writer.carried.dtype, head.head_dim)
-        backend = kind(writer.kv, head.num_heads)
+        backend = find(name)(writer.kv, layer.num_heads, latent)
         if backend.make_draft_graph(1, 2) is not None:
             return backend
-    kind = find_attention_backend("torch", device, writer.carried.dtype, head.head_dim)
-    return kind(writer.kv, head.num_heads)
+    return find("torch")(writer.kv, layer.num_heads, latent)
 
 
 def make_draft_lengths(config: NodeConfig, engine: Engine, drafter: Drafter | None) -> DraftLengths:

@@ -304,7 +304,9 @@ class EagleDrafter(Drafter):
         ]
 
     def _make_stepper(self, rows: int) -> _Stepper:
-        attention = self._attention.make_draft_graph(rows, self._max_context)
+        attention = self._attention.make_draft_graph(
+            rows, self._max_context, self._writer.head.first_key
+        )
         if attention is None:
             raise ValueError(f"attention backend {self._attention.name} cannot draft")
         return _Stepper(self._writer, attention, rows, self._shape, self._roots_staging)

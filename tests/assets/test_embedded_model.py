@@ -103,7 +103,7 @@ def eagle_drafts(
     target.forward(tokens, torch.arange(count), plan(attention, 0, count), features=features)
     # The first token joins zeros.
     fused = functional.pad(head.fuse_features(features), (0, 0, 1, -1))
-    own = head.config
+    own = head.config.layer
     attention = planned(1, own.num_kv_heads, own.head_dim, own.num_heads)
     found = []
     for last in range(first, count):

@@ -239,7 +239,7 @@ def test_named_models_have_a_configuration() -> None:
         assert read_model_config(model_directory(name)).num_layers > 0
     for name in EAGLE_SHAPES:
         target = read_model_config(model_directory(name.removesuffix("-eagle3")))
-        assert EagleConfig.from_pretrained(model_directory(name), target).num_layers == 1
+        assert EagleConfig.from_pretrained(model_directory(name), target).layer.num_layers == 1
     found = {path.name for path in model_directory(SHAPES[0]).parent.iterdir()}
     assert {*SHAPES, *EAGLE_SHAPES} == found
 

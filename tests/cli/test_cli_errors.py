@@ -127,12 +127,21 @@ MISUSES = [
         "draft or eagle need each other, not no model with eagle",
     ),
     (
+        "decode --model {root}/model --speculative-algorithm mtp",
+        "model has no layer for drafts (num_nextn_predict_layers in config.json)",
+    ),
+    (
+        "decode --model {root}/model --speculative-algorithm mtp "
+        "--speculative-draft-model {root}/model",
+        "/model with mtp",
+    ),
+    (
         "decode --model {root}/model --speculative-ngram-cache on",
         "needs --speculative-algorithm ngram, not none",
     ),
     (
         "decode --model {root}/model --speculative-algorithm ngram --speculative-topk 3",
-        "--speculative-topk 3 (above 1) needs --speculative-algorithm eagle, not ngram",
+        "--speculative-topk 3 (above 1) needs --speculative-algorithm eagle or mtp, not ngram",
     ),
     (f"{EAGLE} {{root}}/nowhere", "nowhere"),
     (f"{EAGLE} {{root}}/empty", "config.json"),

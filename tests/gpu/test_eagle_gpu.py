@@ -66,8 +66,7 @@ def results_on(name: str, device: str) -> list[torch.Tensor]:
                 tokens,
                 States.from_rows(fused),
                 places,
-                pool.get_keys(0),
-                pool.get_values(0),
+                pool,
                 writing.slots,
             )
         finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from attention_cases import Case, DraftStep, random_tree
+from attention_cases import Case, DraftStep, make_step_without_first_keys, random_tree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -113,6 +113,15 @@ class TestDraft:
         graph.plan(step.limits, step.pages)
         out = step.attend(graph)[: len(sequences)]
         assert_right(out, step.expected())
+
+    def test_first_keys_may_be_hidden(self) -> None:
+        case = Case([(8, 1), (69, 1), (1, 1)], 4, 2, 2)
+        step = make_step_without_first_keys(case)
+        graph = TorchAttention(case.pool, case.q.shape[1]).make_draft_graph(8, 80, first_key=1)
+        graph.plan(step.limits, step.pages)
+        out = step.attend(graph)[:6]
+        assert not out[-1].any()
+        assert_right(out[:-1], step.expected()[:-1])
 
     def test_places_outside_of_the_limit_are_the_extra_page(self) -> None:
         case = Case([(9, 1), (30, 2)], 4)

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
-from attention_cases import Case, DraftStep, poisoned_memory, random_tree
+from attention_cases import (
+    Case,
+    DraftStep,
+    make_step_without_first_keys,
+    poisoned_memory,
+    random_tree,
+)
 from triton_device import DEVICE, SEED
 
 from pd.kernels.attention.base import UnreadStarts
@@ -314,6 +320,18 @@ class TestDraft:
         assert graph.slots[n:].tolist() == [extra] * (6 - n)
         assert not out.isnan().any()
         assert_right(out[:n], expected)
+
+    def test_first_keys_may_be_hidden(self) -> None:
+        case = make_case([(8, 1, False), (599, 1, False), (1, 1, False)], SHAPES[2])
+        step = make_step_without_first_keys(case)
+        expected = step.reference()
+        backend = TritonAttention(case.pool, case.q.shape[1])
+        graph = backend.make_draft_graph(8, 600, first_key=1)
+        graph.plan(step.limits, step.pages)
+        out = step.attend(graph)
+        assert not out.isnan().any()
+        assert not out[5].any()
+        assert_right(out[:6], expected)
 
     def test_several_steps_of_one_plan_and_plans_again(self) -> None:
         """Chains of drafts behind a context whose end the host does not know, and behind it NaN."""

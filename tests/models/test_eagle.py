@@ -210,7 +210,7 @@ class Paged:
     """A head over a pool of its own, with one sequence in scattered pages."""
 
     def __init__(self, head: EagleHead, pages: int = 8) -> None:
-        config = head.config
+        config = head.config.layer
         layout = KVLayout.of_model(1, config.num_kv_heads, config.head_dim, "float32", PAGE)
         self.head, self.pool = head, KVPool(layout, pages, "cpu")
         self.attention = make_attention_backend("auto", self.pool, config.num_heads)
@@ -230,14 +230,7 @@ class Paged:
         positions = np.arange(start, start + len(tokens))
         slots = torch.from_numpy(find_token_slots(self.pages, positions, PAGE)).long()
         place = torch.from_numpy(positions)
-        self.head.write_kv(
-            tokens,
-            States.from_rows(fused),
-            place,
-            self.pool.get_keys(0),
-            self.pool.get_values(0),
-            slots,
-        )
+        self.head.write_kv(tokens, States.from_rows(fused), place, self.pool, slots)
 
 
 def check(head: EagleHead, reference: Reference, count: int = 14) -> None:

@@ -94,8 +94,9 @@ class TestLayouts:
         assert (config.algorithm, config.normed, config.aux_layers) == ("eagle", True, (32,))
         assert (config.draft_vocab_size, config.feature_size) == (128256, 4096)
         assert config.layer.rope == RopeConfig(500000.0)
-        assert (config.num_layers, config.num_heads, config.num_kv_heads) == (1, 32, 8)
-        assert (config.head_dim, config.hidden_size) == (128, 4096)
+        layer = config.layer
+        assert (layer.num_layers, layer.num_heads, layer.num_kv_heads) == (1, 32, 8)
+        assert (layer.head_dim, config.hidden_size) == (128, 4096)
 
     @pytest.mark.parametrize("raw", [AUTHORS_EAGLE3, SGLANG_EAGLE3])
     def test_eagle_3(self, raw: dict[str, Any]) -> None:
@@ -111,7 +112,8 @@ class TestLayouts:
     def test_specforge_names_layers_whose_output_is_read(self) -> None:
         config = read(SPECFORGE, QWEN3)
         assert config.aux_layers == (2, 47, 91)
-        assert (config.num_heads, config.num_kv_heads, config.head_dim) == (64, 4, 128)
+        layer = config.layer
+        assert (layer.num_heads, layer.num_kv_heads, layer.head_dim) == (64, 4, 128)
 
     def test_speculators_names_layers_whose_input_is_read(self) -> None:
         config = read({**SPECULATORS, "eagle_aux_hidden_state_layer_ids": [2, 18, 32]})

@@ -117,6 +117,12 @@ def test_names_of_vllm_become_ours(tmp_path: Path) -> None:
     assert settings.seed == 3
 
 
+def test_a_models_own_layer_drafts_without_another_model() -> None:
+    given = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+    node = read_settings("LLM", EMBEDDED_MODEL, given).node
+    assert (node.speculative_algorithm, node.speculative_draft_model) == ("mtp", None)
+
+
 def test_settings_have_our_own_names_too() -> None:
     given = {"kv_cache_tokens": 4096, "schedule_policy": "fcfs", "cuda_graph_batch_sizes": [1, 2]}
     node = read_settings("LLM", EMBEDDED_MODEL, given).node

@@ -361,8 +361,15 @@ class AttentionBackend(PlannedAttention):
         """
         return None
 
-    def make_draft_graph(self, rows: int, max_context: int) -> DraftAttention | None:
+    def make_draft_graph(
+        self, rows: int, max_context: int, first_key: int = 0
+    ) -> DraftAttention | None:
         """Make attention for CUDA graphs of decode steps over ``rows`` rows at places that the GPU
         knows; None if this backend has none. Buffers and ``max_context`` as in
-        :meth:`make_decode_graph`."""
+        :meth:`make_decode_graph`.
+
+        Args:
+            first_key: rows with a larger limit see no key before this position. The result of a
+                row that sees none at all is 0.
+        """
         return None

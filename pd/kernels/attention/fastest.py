@@ -49,5 +49,5 @@ class FastestAttention(FlashInferAttention):
     ) -> MixedAttention:
         return self._triton.make_mixed_graph(tokens, singles, chunks, max_context)
 
-    def make_draft_graph(self, rows: int, max_context: int) -> DraftAttention:
-        return self._triton.make_draft_graph(rows, max_context)
+    def make_draft_graph(self, rows: int, max_context: int, first_key: int = 0) -> DraftAttention:
+        return self._triton.make_draft_graph(rows, max_context, first_key)

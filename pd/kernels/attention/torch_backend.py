@@ -152,8 +152,8 @@ class TorchAttention(AttentionBackend):
             self._attend_chunk(chunk, window, scale, q, k, v, keys, values, sinks, out)
         return scale_result(out, scales)
 
-    def make_draft_graph(self, rows: int, max_context: int) -> DraftAttention:
-        return TorchDraft(self.pool, rows, self._latent, self._windows)
+    def make_draft_graph(self, rows: int, max_context: int, first_key: int = 0) -> DraftAttention:
+        return TorchDraft(self.pool, rows, self._latent, self._windows, first_key)
 
     def _make_bucket(
         self,

@@ -33,9 +33,10 @@ class TorchDraft(DraftAttention):
         rows: int,
         latent: LatentShape | None = None,
         windows: LayerWindows = ALL_KEYS,
+        first_key: int = 0,
     ) -> None:
         self.pool, self._latent, self._windows = pool, latent, windows
-        self._rows = rows
+        self._rows, self._first_key = rows, first_key
         self._device = pool.get_keys(0).device
         self.slots, self.places, self.bases, self.masks = (
             torch.zeros(rows, dtype=torch.int64, device=self._device) for _ in range(4)
@@ -85,6 +86,7 @@ class TorchDraft(DraftAttention):
             sinks = sinks.view(kv_heads, -1, 1)
         mask = mask[:, None, None, :]
         out = attend_with_sinks(grouped, keys, values, mask, scale * scales.key, sinks)
+        out = out.masked_fill(~visible.any(dim=1)[:, None, None, None], 0)
         return scale_result(out.reshape(*q.shape[:2], -1), scales)
 
     def _find_visible(self) -> torch.Tensor:
@@ -93,4 +95,7 @@ class TorchDraft(DraftAttention):
         offsets = positions - self.bases[:, None]
         bits = (self.masks[:, None] >> offsets.clamp(0, MAX_TREE - 1)) & 1
         in_mask = (offsets < MAX_TREE) & (bits == 1)
-        return ((offsets < 0) | in_mask) & (positions < self._limits[:, None])
+        # Padding has a single key.
+        first = torch.where(self._limits > self._first_key, self._first_key, 0)
+        inside = (positions >= first[:, None]) & (positions < self._limits[:, None])
+        return ((offsets < 0) | in_mask) & inside

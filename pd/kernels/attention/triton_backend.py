@@ -144,5 +144,5 @@ class TritonAttention(AttentionBackend):
     ) -> MixedAttention:
         return TritonMixed(self.kernels, tokens, singles, chunks, max_context)
 
-    def make_draft_graph(self, rows: int, max_context: int) -> DraftAttention:
-        return TritonDraft(self.kernels, rows, max_context)
+    def make_draft_graph(self, rows: int, max_context: int, first_key: int = 0) -> DraftAttention:
+        return TritonDraft(self.kernels, rows, max_context, first_key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -317,8 +318,10 @@ class TritonMixed(MixedAttention):
 class TritonDraft(DraftAttention):
     """The kernel for decode steps. It reads bases and masks when it runs."""
 
-    def __init__(self, backend: TritonKernels, rows: int, max_context: int) -> None:
-        self.pool, self._rows = backend.pool, rows
+    def __init__(
+        self, backend: TritonKernels, rows: int, max_context: int, first_key: int = 0
+    ) -> None:
+        self.pool, self._rows, self._first_key = backend.pool, rows, first_key
         self.slots, self.places, self.bases, self.masks = (
             torch.zeros(rows, dtype=torch.int64, device=backend.device) for _ in range(4)
         )
@@ -335,7 +338,9 @@ class TritonDraft(DraftAttention):
 
         def cut_tiles(window: int) -> list[Tiles]:
             # Only the device knows where the window begins.
-            return [Tiles.make_single(ends, tables.offsets, ends)]
+            tiles = Tiles.make_single(ends, tables.offsets, ends)
+            # Padding has a single key.
+            return [replace(tiles, begins=np.minimum(self._first_key, ends - 1))]
 
         arrays = [ends.astype(np.int32), tables.offsets.astype(np.int32)]
         self._limits, self._firsts = self._launch.plan_work(arrays, cut_tiles, tables)

@@ -454,7 +454,7 @@ def test_readiness_says_why_nodes_do_not_fit_together(
     response = httpx.get(proxy.url + "/readiness")
     assert response.status_code == 503
     message = response.json()["error"]["message"]
-    there = values[1] if values[1] != "" else "no EAGLE head"
+    there = values[1] if values[1] != "" else "no draft head"
     assert f"prefill has {what} {values[0]!r}, decode has {there!r}" in message
 
 
