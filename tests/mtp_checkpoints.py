@@ -13,6 +13,8 @@ from transformers.modeling_layers import MtpModel
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from pd.engine.draft_tree import DraftTree
+
 FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
 # A difference of two logits that rounding may turn around.
 TIE = 1e-4
@@ -87,8 +89,21 @@ def reference_draft_logits(directory: Path, known: list[int], drafts: list[int])
     return torch.stack(found)
 
 
-def is_drafted(directory: Path, known: list[int], drafts: list[int]) -> bool:
-    """Whether greedy drafts are those of the plain loop, up to ties."""
-    logits = reference_draft_logits(directory, known, drafts[:-1])
-    chosen = logits.gather(1, torch.tensor(drafts)[:, None])[:, 0]
-    return bool((logits.max(dim=1).values - chosen <= TIE).all())
+def are_drafted(
+    directory: Path, known: list[int], tokens: list[int], tree: DraftTree, ranks: tuple[int, ...]
+) -> bool:
+    """Whether greedy guesses are those of the plain loop after their branch, up to ties.
+
+    Args:
+        ranks: rank of each guess among the likeliest tokens at its place, from 0 on.
+    """
+    for guess, path in enumerate(tree.paths):
+        if guess in tree.parents:
+            continue
+        branch = [tokens[each] for each in path]
+        rows = reference_draft_logits(directory, known, branch[:-1])
+        for logits, token, each in zip(rows, branch, path, strict=True):
+            expected = logits.topk(ranks[each] + 1).values[-1]
+            if abs(logits[token] - expected) > TIE:
+                return False
+    return True

@@ -4,25 +4,52 @@ loop in transformers, however a node computed them."""
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from checkpoints import is_greedy, reference_generate
-from cluster import Cluster, random_prompts
+from cluster import Cluster, TokenClient, random_prompts, start_node
 from counters import counter
-from mtp_checkpoints import FAMILIES, is_drafted, make_mtp_checkpoint
+from mtp_checkpoints import FAMILIES, are_drafted, make_mtp_checkpoint
 
+from pd.core.errors import PDError
+from pd.core.node_info import NO_HEAD
+from pd.speculative.choice import describe_drafter
 from pd.speculative.eagle import EagleDrafter
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from pd.engine.draft_tree import DraftTree
     from pd.scheduling.request import Sequence
 
-DRAFTED, TOKENS = 3, 40
+TOKENS = 40
 CELLS = [(family, kind) for family in FAMILIES for kind in ("unified", "split")]
 SAMPLE = {("deepseek_v3", "split"), ("glm4_moe", "unified")}
+
+
+@dataclass
+class Made:
+    """A draft after the first ``count`` tokens of a sequence; ``ranks`` of its guesses."""
+
+    sequence: Sequence
+    count: int
+    tokens: list[int]
+    tree: DraftTree
+    ranks: tuple[int, ...]
+
+    @property
+    def known(self) -> list[int]:
+        return self.sequence.ids[: self.count].tolist()
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the tokens before it were accepted, and it ends no later than the output:
+        guesses after that have no pages."""
+        end = len(self.sequence.request.prompt) + TOKENS
+        return self.count <= self.sequence.num_tokens and self.count + self.tree.size <= end
 
 
 class Notes:
@@ -36,7 +63,7 @@ class Notes:
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, sequences: list[list[int]], seed: int
     ) -> None:
-        self.made: list[tuple[Sequence, int, list[int]]] = []
+        self.made: list[Made] = []
         rng, true = random.Random(seed), EagleDrafter._draft_asks
 
         @torch.inference_mode()
@@ -47,22 +74,62 @@ class Notes:
                 if not ask.sequence.request.room:
                     continue
                 tokens = made.batch.tokens[made.first : made.first + made.size]
-                self.made.append((ask.sequence, position + 1, tokens.tolist()))
+                ranks = drafter._shape.ranks[: made.size]
+                count = position + 1
+                self.made.append(Made(ask.sequence, count, tokens.tolist(), made.tree, ranks))
                 known = ask.sequence.ids[:5].tolist()
                 (whole,) = (each for each in sequences if each[:5] == known)
-                right = torch.tensor(whole[position + 1 :][: rng.randrange(made.size + 1)])
-                tokens[: len(right)] = right
+                path = made.tree.paths[rng.randrange(made.size)]
+                for guess, token in zip(path, whole[count:], strict=False):
+                    tokens[guess] = token
             return drafts
 
         monkeypatch.setattr(EagleDrafter, "_draft_asks", note)
 
-    def list_drafts(self) -> list[tuple[list[int], list[int]]]:
-        """List the drafts with the tokens before them, if those were accepted."""
-        return [
-            (sequence.ids[:count].tolist(), drafts)
-            for sequence, count, drafts in self.made
-            if count <= sequence.num_tokens
-        ]
+    def list_drafts(self, prompts: list[list[int]], step: int) -> list[Made]:
+        """List the first drafts of each sequence and every ``step``-th other one."""
+        true = [each for each in self.made if each.is_needed]
+        ends = {len(prompt) + 1 for prompt in prompts}
+        first = [each for each in true if each.count in ends]
+        assert len(first) >= len(prompts)
+        return [*first, *true[::step]]
+
+
+def check_drafts(model: Path, made: list[Made]) -> None:
+    for each in made:
+        right = are_drafted(model, each.known, each.tokens, each.tree, each.ranks)
+        assert right, f"after {each.count} tokens"
+
+
+def start_cluster(model: Path, kind: str, **settings: Any) -> Cluster:
+    return Cluster(
+        model,
+        *((1, 1, 0) if kind == "split" else (0, 0, 1)),
+        speculative_algorithm="mtp",
+        speculative_adaptive="off",
+        **{"speculative_num_draft_tokens": 3, "chunked_prefill_size": 24, **settings},
+    )
+
+
+def list_nodes(cluster: Cluster) -> list[Any]:
+    return list(cluster.pair) if cluster.prefill else [cluster.unified[0]]
+
+
+def note_drafts(
+    monkeypatch: pytest.MonkeyPatch, model: Path, prompts: list[list[int]], seed: int
+) -> Notes:
+    answers = reference_generate(model, prompts, TOKENS + 4)
+    sequences = [[*each, *answer] for each, answer in zip(prompts, answers, strict=True)]
+    return Notes(monkeypatch, sequences, seed)
+
+
+def check_answers(cluster: Cluster, model: Path, prompts: list[list[int]]) -> int:
+    """Compare answers with transformers', and return the number of cached tokens."""
+    nodes = list_nodes(cluster)
+    sent = [cluster.client.generate(each, nodes, max_tokens=TOKENS) for each in prompts]
+    for prompt, request in zip(prompts, sent, strict=True):
+        assert is_greedy(model, prompt, request.tokens())
+    return sum(request.cached_tokens or 0 for request in sent)
 
 
 @pytest.mark.parametrize(
@@ -76,34 +143,90 @@ def test_drafts_equal_a_plain_loop_with_all_features(
     pages, and after retraction."""
     model = make_mtp_checkpoint(family, tmp_path)
     prompts = list(random_prompts(seed, [30, 33, 40, 45]))
-    answers = reference_generate(model, prompts, TOKENS + DRAFTED)
-    sequences = [[*each, *answer] for each, answer in zip(prompts, answers, strict=True)]
-    notes = Notes(monkeypatch, sequences, seed)
+    notes = note_drafts(monkeypatch, model, prompts, seed)
     scarce = {"page_size": 4, "kv_cache_tokens": 196, "reserved_decode_tokens": 1}
-    with Cluster(
+    with start_cluster(
         model,
-        *((1, 1, 0) if kind == "split" else (0, 0, 1)),
-        chunked_prefill_size=24,
+        kind,
         kv_digest=True,
-        speculative_algorithm="mtp",
-        speculative_num_draft_tokens=DRAFTED,
-        speculative_adaptive="off",
         prefill_settings={"page_size": 16},
         decode_settings=scarce,
         **(scarce if kind == "unified" else {}),
     ) as cluster:
-        nodes = list(cluster.pair) if kind == "split" else [cluster.unified[0]]
-        for turn in range(2):
-            sent = [cluster.client.generate(each, nodes, max_tokens=TOKENS) for each in prompts]
-            for prompt, request in zip(prompts, sent, strict=True):
-                assert is_greedy(model, prompt, request.tokens())
-            assert turn == 0 or sum(request.cached_tokens or 0 for request in sent) > 0
+        check_answers(cluster, model, prompts)
+        assert check_answers(cluster, model, prompts) > 0
         cluster.wait_idle()
-        assert counter(nodes[-1], "pd_retractions_total") > 0
-        assert counter(nodes[-1], "pd_speculative_accepted_total") > TOKENS
-    drafts = notes.list_drafts()
-    ends = {len(prompt) + 1 for prompt in prompts}
-    first = [each for each in drafts if len(each[0]) in ends]
-    assert len(first) >= 2 * len(prompts)
-    for known, drafted in [*first, *drafts[::11]]:
-        assert is_drafted(model, known, drafted), f"after {len(known)} tokens"
+        assert counter(list_nodes(cluster)[-1], "pd_retractions_total") > 0
+        assert counter(list_nodes(cluster)[-1], "pd_speculative_accepted_total") > TOKENS
+    check_drafts(model, notes.list_drafts(prompts, step=11))
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "ranks_of_prefill"),
+    [
+        ("deepseek_v3", 2, 1),
+        pytest.param("deepseek_v3", 1, 2, marks=pytest.mark.full),
+        pytest.param("glm4_moe", 2, 1, marks=pytest.mark.full),
+        pytest.param("glm4_moe", 1, 2, marks=pytest.mark.full),
+    ],
+)
+@pytest.mark.usefixtures("forked_ranks")
+def test_ranks_change_no_draft(
+    family: str,
+    ranks: int,
+    ranks_of_prefill: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+) -> None:
+    """Rank 0 has the whole layer and its KV."""
+    model = make_mtp_checkpoint(family, tmp_path)
+    prompts = list(random_prompts(seed, [9, 31]))
+    notes = note_drafts(monkeypatch, model, prompts, seed)
+    prefill = {"tp_size": ranks_of_prefill}
+    with start_cluster(model, "split", tp_size=ranks, prefill_settings=prefill) as cluster:
+        check_answers(cluster, model, prompts)
+        cluster.wait_idle()
+    check_drafts(model, notes.list_drafts(prompts, step=5))
+
+
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.full)]
+)
+def test_guesses_of_trees_are_the_likeliest_after_their_branch(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    model = make_mtp_checkpoint(family, tmp_path)
+    prompts = list(random_prompts(seed, [7, 30]))
+    notes = note_drafts(monkeypatch, model, prompts, seed)
+    tree = {"speculative_num_draft_tokens": 6, "speculative_topk": 2}
+    with start_cluster(model, "unified", **tree) as cluster:
+        check_answers(cluster, model, prompts)
+        cluster.wait_idle()
+    made = notes.list_drafts(prompts, step=5)
+    assert any(not each.tree.is_chain for each in made)
+    check_drafts(model, made)
+
+
+def test_a_pair_in_which_one_node_does_not_draft_is_refused(tmp_path: Path) -> None:
+    """The message names the layer's widths."""
+    model = make_mtp_checkpoint("deepseek_v3", tmp_path)
+    nodes = [
+        start_node("prefill", model),
+        start_node("decode", model, speculative_algorithm="mtp"),
+        start_node("prefill", model, speculative_algorithm="mtp"),
+    ]
+    client = TokenClient(nodes)
+    without, decode, same = nodes
+    drafter = "mtp (1 KV heads of 40, states of 64, float32)"
+    try:
+        assert describe_drafter(decode.node.core.config, decode.node.engine) == drafter
+        with pytest.raises(PDError, match="--speculative-algorithm differs") as raised:
+            client.generate([1, 2, 3], [without, decode], max_tokens=4).result()
+        assert repr(drafter) in str(raised.value)
+        assert repr(NO_HEAD) in str(raised.value)
+        client.generate([1, 2, 3], [same, decode], max_tokens=4).result()
+    finally:
+        client.close()
+        for server in nodes:
+            server.stop()
