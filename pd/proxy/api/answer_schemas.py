@@ -61,8 +61,8 @@ class Usage(TypedDict):
             Field(description="Only for chats of a model with a reasoning parser."),
         ]
     ]
-    reasoning_tokens: NotRequired[
-        Annotated[int, Field(description="The same as in `completion_tokens_details`.")]
+    reasoning_tokens: Annotated[
+        int, Field(description="The same as in `completion_tokens_details`, or 0 without them.")
     ]
 
 

@@ -213,11 +213,11 @@ def _render_usage(
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
+        # SGLang's, in every answer. OpenAI's has the same number.
+        "reasoning_tokens": reasoning or 0,
     }
     if reasoning is not None:
-        # The first name is OpenAI's, the second one SGLang's.
         usage["completion_tokens_details"] = {"reasoning_tokens": reasoning}
-        usage["reasoning_tokens"] = reasoning
     return usage
 
 

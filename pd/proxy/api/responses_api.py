@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import uuid
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.responses import Response
 
-from pd.core.errors import InvalidRequestError
+from pd.core.errors import InvalidRequestError, QueueFullError
 from pd.proxy.api.chat_api import prepare_chat
 from pd.proxy.api.response_renderer import ResponseRenderer, describe_request
 from pd.proxy.api.service import PlannedAnswer, RequestNames, make_job
-from pd.proxy.http.bodies import MAX_BODY_BYTES
+from pd.proxy.http.bodies import FREE_BYTES, MAX_BODY_BYTES
 from pd.proxy.http.json_responses import json_response
 from pd.proxy.http.typed_routes import ClientRequest
 from pd.proxy.requests.field_names import RESPONSES_NAMES
@@ -22,6 +23,8 @@ from pd.proxy.requests.responses import ResponsesRequest
 from pd.proxy.storage.responses import StoredResponse
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from pd.proxy.api.chat_plan import OutputPlan
     from pd.proxy.api.prompts import ModelView
     from pd.proxy.api.service import Service
@@ -32,18 +35,55 @@ if TYPE_CHECKING:
 
 _encoder = msgspec.json.Encoder()
 
+# Limit of the chats in memory that belong to requests under way: earlier chats, which a client
+# names in a few bytes, and chats to store. Each request has some bytes free, as its body has.
+MAX_CHATS_BYTES = 512 << 20
+
+
+class _ChatBudget:
+    """Limits the bytes of chats that requests under way hold in addition to their bodies."""
+
+    def __init__(self) -> None:
+        self._held = 0
+
+    @contextmanager
+    def hold_chat(self) -> Iterator[Callable[[int], None]]:
+        """Yield a function that says how many bytes the request now holds.
+
+        The function raises QueueFullError if they are too many. They are free after the context.
+        """
+        own = 0
+
+        def resize(size: int) -> None:
+            nonlocal own
+            counted = max(0, size - FREE_BYTES)
+            if counted > own and self._held - own + counted > MAX_CHATS_BYTES:
+                raise QueueFullError(
+                    f"chats of {MAX_CHATS_BYTES} bytes are in use; try again later, or send less "
+                    "with store: false"
+                )
+            self._held += counted - own
+            own = counted
+
+        try:
+            yield resize
+        finally:
+            self._held -= own
+
 
 class ResponsesAPI:
     def __init__(self, service: Service, store: ResponseStore, background: Background) -> None:
         self._service = service
         self._store = store
         self._background = background
+        self._chats = _ChatBudget()
 
     async def create(self, request: ClientRequest, body: ResponsesRequest) -> None:
         """OpenAI's responses, with the model's chat template."""
-        answer = await self._plan_answer(request, body)
-        del body  # it may hold megabytes, and an answer may take hours
-        await self._service.serve(request, answer)
+        with self._chats.hold_chat() as resize:
+            answer = await self._plan_answer(request, body, resize)
+            del body  # it may hold megabytes, and an answer may take hours
+            await self._service.serve(request, answer)
 
     async def get_response(self, request: ClientRequest, response_id: str) -> Response:
         """A stored response."""
@@ -59,7 +99,10 @@ class ResponsesAPI:
         await self._store.delete_response(request.caller.owner, response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
-    async def _plan_answer(self, request: ClientRequest, body: ResponsesRequest) -> PlannedAnswer:
+    async def _plan_answer(
+        self, request: ClientRequest, body: ResponsesRequest, resize: Callable[[int], None]
+    ) -> PlannedAnswer:
+        """``resize``: called with the bytes of chats that we hold."""
         rid = f"resp_{uuid.uuid4().hex}"
         owner = request.caller.owner
         model = await self._service.find_model(body.model)
@@ -68,6 +111,7 @@ class ResponsesAPI:
         if body.previous_response_id is not None:
             previous = await self._store.get_previous(owner, body.previous_response_id)
             text_bytes = len(previous)
+            resize(text_bytes)
         spec, plan, messages = await request.raw_body.run_tokenizing(
             _prepare_response,
             body,
@@ -77,6 +121,7 @@ class ResponsesAPI:
             text_bytes=text_bytes,
             may_be_long=bool(body.chat_template_kwargs),
         )
+        resize(len(messages))
         job = make_job(request, RequestNames(rid, rid, False), RESPONSES, is_streamed=body.stream)
         job.grammar_fields = plan.grammar_fields._replace(names=RESPONSES_NAMES)
         echo = describe_request(job, body, model.name, spec.params)

@@ -139,7 +139,7 @@ class SamplingFields(RequestModel):
         (),
         description="A regular expression that ends an answer as soon as it matches, or a list of "
         f"them with {MAX_PATTERN_CHARACTERS} characters in total. The answer does not include the "
-        "match. Anchors, lookarounds and back references are refused.",
+        "match. Lookarounds, back references and anchors are refused, except for a `$` at the end.",
     )
     stop_token_ids: Integers = Field(
         [],

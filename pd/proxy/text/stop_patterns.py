@@ -31,6 +31,7 @@ _CATEGORIES = {
     "CATEGORY_WORD": r"\w",
     "CATEGORY_NOT_WORD": r"\W",
 }
+_ENDS = ("AT_END", "AT_END_STRING")
 _REFUSED = {
     "AT": "an anchor or a word boundary",
     "ASSERT": "a lookahead or lookbehind",
@@ -140,7 +141,11 @@ class StopPatternSearch:
         parsed = parser.parse(source)
         self._flags = parsed.state.flags
         end = self._add_state(_SearchState(None, pattern=number))
-        entry = self._add_sequence(parsed, (end,))
+        items = list(parsed)
+        # The text ends as soon as it matches, so an end of the text asks for nothing more.
+        while items and str(items[-1][0]) == "AT" and str(items[-1][1]) in _ENDS:
+            items.pop()
+        entry = self._add_sequence(items, (end,))
         if end in entry:
             raise _RefusedError("matches the empty text, so it would end every answer at once")
         if sum(len(state.after) for state in self._states) > MAX_TRANSITIONS:

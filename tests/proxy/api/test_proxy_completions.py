@@ -68,6 +68,7 @@ def test_the_shape_and_usage_of_an_answer(cluster: Cluster) -> None:
         "completion_tokens": answer_tokens,
         "total_tokens": len(ids("hello")) + answer_tokens,
         "prompt_tokens_details": {"cached_tokens": 0},
+        "reasoning_tokens": 0,
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -335,3 +336,28 @@ def test_four_processes_share_stored_responses(model_dir: str, tmp_path_factory:
         cluster.node("unified", speak)
         again = make_client(cluster.proxy(workers=1, storage_dir=directory).url)
         assert again.responses.retrieve(name).output_text == TEXT, "it survives a restart"
+
+
+@pytest.mark.one_process("limits the memory of this process")
+def test_chats_of_requests_under_way_are_bounded(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client names megabytes of an earlier chat in a few bytes, and nodes need not see all of
+    a chat."""
+    monkeypatch.setattr("pd.proxy.api.responses_api.FREE_BYTES", 0)
+    node = cluster.node("unified", speak)
+    url = cluster.proxy().url
+    with make_client(url) as client, ThreadPoolExecutor(1) as pool:
+        stored = client.responses.create(input="x" * 60)
+        node.auto = False
+        running = pool.submit(client.responses.create, input="y" * 60)
+        node.wait_generate(2)
+        earlier: dict[str, Any] = {"previous_response_id": stored.id, "store": False}
+        for limit, more in ((150, {}), (250, earlier)):
+            monkeypatch.setattr("pd.proxy.api.responses_api.MAX_CHATS_BYTES", limit)
+            with pytest.raises(openai.RateLimitError, match="chats"):
+                client.responses.create(input="z" * 60, **more)
+        node.auto = True
+        node.reply(node.generates[1])
+        assert running.result().status == "completed"
+        assert client.responses.create(input="z", **earlier).status == "completed"

@@ -105,6 +105,13 @@ def test_a_match_of_more_than_the_limit_is_not_found() -> None:
     assert not matcher.add_text("ab") and matcher.matched == "a.*b"
 
 
+@pytest.mark.parametrize("end", ["$", r"\Z"])
+def test_an_end_of_the_text_is_wherever_the_pattern_matches(end: str) -> None:
+    """SGLang searches the text so far, so its users write ``$`` for the moment."""
+    matcher = StopMatcher(StopPatternSearch([rf"[.!?]\s{end}"]))
+    assert matcher.add_text("Is it? yes") == "Is it" and matcher.matched == rf"[.!?]\s{end}"
+
+
 @pytest.mark.parametrize(
     ("pattern", "reason"),
     [
@@ -112,7 +119,8 @@ def test_a_match_of_more_than_the_limit_is_not_found() -> None:
         ("(", "is no regular expression"),
         ("[z-a]", "is no regular expression"),
         ("^a", "an anchor"),
-        ("a$", "an anchor"),
+        ("(a$|b)c", "an anchor"),
+        ("$", "matches the empty text"),
         (r"\ba", "an anchor"),
         ("(?=a)b", "a lookahead"),
         ("(?<!a)b", "a lookahead"),
