@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import heapq
+import math
 import time
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 from pd.core.step_cost import StepShape
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 POLICIES_BY_DUE = ("lpm", "fcfs")
 # We may pass over a prompt until it has waited for this many times its patience.
 _PATIENCE_FACTOR = 2
+# So many prompts per step are chosen by their cached prefix. Later ones seldom fit into the step.
+_MOST_BY_PREFIX = 8
 
 
 @dataclass(slots=True)
@@ -41,22 +45,26 @@ class Prospect(NamedTuple):
     Attributes:
         due: when its first token is due.
         seconds: predicted time to compute it.
+        cached: number of its leading tokens that are cached.
     """
 
     due: float
     seconds: float
     request: Request
+    cached: int = 0
 
 
 class DueOrder:
     """Orders prompts so that as many as possible are in time. The caller holds the node's lock.
 
-    Prompts that can be in time come first, in the order in which they are due. Late prompts follow,
-    shortest first, because they then delay others least.
+    Prompts that can be in time come first. Where any order has them all in time, those with the
+    longest cached prefix go first, so it is used before it is evicted; otherwise those that are due
+    first. Late prompts follow, shortest first, because they then delay others least.
 
     Any number of younger prompts may go before a prompt, but not forever: after twice its patience
-    it goes first. Prompts admitted before go first, too. A prompt without an objective counts as
-    due right away.
+    it is owed its turn. Owed prompts and those that can be in time take turns, because a queue of
+    owed prompts alone would make all others late as well. Prompts admitted before go first. A
+    prompt without an objective counts as due right away.
 
     Args:
         predict_seconds: predicts the time to compute a request's prompt from a given token on.
@@ -78,6 +86,7 @@ class DueOrder:
         self._predict_seconds, self._count_cached = predict_seconds, count_cached
         self._get_patience = get_patience
         self._window, self._clock = window, clock
+        self._is_turn_of_owed = True
 
     @classmethod
     def from_costs(cls, costs: CostModel, radix: RadixCache, pace: Pace, window: int) -> DueOrder:
@@ -105,19 +114,31 @@ class DueOrder:
         others: list[Request] = []
         for request in waiting:
             (others if request.times.admitted is None else begun).append(request)
-        owed: list[Request] = []
+        owed: list[tuple[int, float, Request]] = []
         prospects: list[Prospect] = []
         for request in others[: self._window]:
+            cached = self._count_cached(request)
             if self._is_owed(request, now):
-                owed.append(request)
-            else:
-                seconds = self._predict_seconds(request, self._count_cached(request))
-                due = request.due_at if request.ttft else now + seconds
-                prospects.append(Prospect(due, seconds, request))
-        owed.sort(key=lambda request: request.due_at)
+                owed.append((-cached, request.due_at, request))
+                continue
+            seconds = self._predict_seconds(request, cached)
+            due = request.due_at if request.ttft else now + seconds
+            prospects.append(Prospect(due, seconds, request, cached))
         timely, late = split_timely(prospects, now)
-        ordered = [prospect.request for prospect in (*timely, *late)]
-        return [*begun, *owed, *ordered, *others[self._window :]]
+        turns = [
+            [request for _, _, request in sorted(owed, key=lambda each: each[:2])],
+            [prospect.request for prospect in prefer_cached(timely, now, _MOST_BY_PREFIX)],
+        ]
+        if not self._is_turn_of_owed:
+            turns.reverse()
+        in_turn = (each for pair in zip_longest(*turns) for each in pair if each is not None)
+        ordered = [prospect.request for prospect in late]
+        return [*begun, *in_turn, *ordered, *others[self._window :]]
+
+    def note_admission(self, request: Request) -> None:
+        """Note whose turn is next. Call this when a waiting request is admitted."""
+        if request.times.admitted is None:
+            self._is_turn_of_owed = not self._is_owed(request, self._clock())
 
     def will_be_late(self, request: Request, left: int) -> bool:
         """Return whether a request with ``left`` prompt tokens will be late even if it goes first.
@@ -162,3 +183,26 @@ def split_timely(
     timely = [prospect for number, prospect in enumerate(ordered) if number not in given_up]
     late = [ordered[number] for number in given_up]
     return timely, sorted(late, key=lambda prospect: (prospect.seconds, prospect.due))
+
+
+def prefer_cached(timely: Sequence[Prospect], now: float, most: int) -> list[Prospect]:
+    """Move up to ``most`` prompts with long cached prefixes forward, as far as all stay in time.
+
+    Args:
+        timely: prompts that are all in time if they are computed one after the other.
+    """
+    left, begin = list(timely), now
+    chosen: list[Prospect] = []
+    while left and len(chosen) < most:
+        best, end, slack = 0, begin, math.inf
+        for number, prospect in enumerate(left):
+            if prospect.seconds > slack:
+                if slack <= 0:
+                    break
+            elif prospect.cached > left[best].cached:
+                best = number
+            end += prospect.seconds
+            slack = min(slack, prospect.due - end)
+        chosen.append(left.pop(best))
+        begin += chosen[-1].seconds
+    return [*chosen, *left]

@@ -114,6 +114,8 @@ class WaitingQueue:
             if other is request:
                 break
             other.progress.num_overtakes += 1
+        if self._by_due is not None:
+            self._by_due.note_admission(request)
         del self._requests[request.room]
 
     def iter_candidates(self) -> Iterator[Request]:
