@@ -25,6 +25,7 @@ from pd.bench.report import ROOT, write_report
 from pd.kernels import dispatch
 from pd.kernels.activation import silu_and_mul
 from pd.kernels.linear import gate_up_silu, linear
+from pd.kernels.local_experts import LocalExperts
 from pd.kernels.moe import moe_mlp, route_tokens
 from pd.kernels.norm import add_rms_norm, rms_norm
 from pd.kernels.rope import compute_rotations, inverse_frequencies, rotate_and_store
@@ -167,21 +168,28 @@ def prompts() -> Iterator[Case]:
 
 
 def mixtures() -> Iterator[Case]:
-    """Make mixtures of experts of Qwen3-30B-A3B, for four of its 48 layers."""
-    experts, hidden, size, top_k = 128, 2048, 768, 8
-    layers = [
-        (draw(experts, 2 * size, hidden, scale=0.02), draw(experts, hidden, size, scale=0.03))
-        for _ in range(4)
-    ]
-    for tokens in (1, 16, 64, 256, 4096):
-        x, logits = draw(tokens, hidden), draw(tokens, experts)
-        used = len(route_tokens(logits, top_k, True)[1].unique())
-        calls = [
-            lambda x=x, m=logits, g=g, d=d: moe_mlp(x, *route_tokens(m, top_k, True), g, d)
-            for g, d in layers
+    """Make mixtures of experts of Qwen3-30B-A3B, for four of its 48 layers: whole, and as one of
+    two ranks has them, half of each expert or half of the experts."""
+    experts, hidden, top_k = 128, 2048, 8
+    half = LocalExperts(0, experts)
+    kinds = {"": (experts, 768, None), ", cut": (experts, 384, None), ", spread": (64, 768, half)}
+    for name, (count, size, local) in kinds.items():
+        layers = [
+            (draw(count, 2 * size, hidden, scale=0.02), draw(count, hidden, size, scale=0.03))
+            for _ in range(4)
         ]
-        moved = used * 3 * size * hidden * 2 + 4 * tokens * hidden
-        yield Case("moe_mlp", f"{tokens} tokens", moved, calls, has_reference=False)
+        for tokens in (1, 16, 64, 256, 4096):
+            x, logits = draw(tokens, hidden), draw(tokens, experts)
+            chosen = route_tokens(logits, top_k, True)[1]
+            used = len(chosen[chosen < count].unique())
+            calls = [
+                lambda x=x, m=logits, g=g, d=d, o=local: moe_mlp(
+                    x, *route_tokens(m, top_k, True), g, d, local=o
+                )
+                for g, d in layers
+            ]
+            moved = used * 3 * size * hidden * 2 + 4 * tokens * hidden
+            yield Case("moe_mlp", f"{tokens} tokens{name}", moved, calls, has_reference=False)
 
 
 def samplers() -> Iterator[Case]:

@@ -114,11 +114,12 @@ else
         part sums 120 "$python" benchmarks/all_reduce.py --output "$out/all_reduce_gpu.json"
         part tensor 300 "$python" -m pd.bench engine --model "$model" "${node_flags[@]}" --tp-size 2 \
             --work decode:1,8,64 prefill:1024,8192 --output "$out/engine_tp2_gpu.json"
-        for experts in 1 2; do # cut over both GPUs, or whole on one of them
-            part tensor_experts$experts 300 "$python" -m pd.bench engine --model deepseek-v2-lite \
-                "${node_flags[@]}" --tp-size 2 --ep-size $experts --context 4096 \
-                --work decode:1,32,128 prefill:8192 \
-                --output "$out/engine_deepseek_tp2_ep${experts}_gpu.json"
+        for sizes in "1 1" "2 1" "2 2"; do # one GPU; experts cut over two; whole on either
+            read -r ranks groups <<< "$sizes"
+            part experts_tp${ranks}_ep$groups 300 "$python" -m pd.bench engine \
+                --model deepseek-v2-lite "${node_flags[@]}" --tp-size "$ranks" --ep-size "$groups" \
+                --context 4096 --work decode:1,32,128 prefill:8192 \
+                --output "$out/engine_deepseek_tp${ranks}_ep${groups}_gpu.json"
         done
         if [ "$gpus" -ge 4 ]; then
             part tensor4 300 "$python" -m pd.bench engine --model llama-3.1-70b "${node_flags[@]}" \
