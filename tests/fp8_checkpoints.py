@@ -5,6 +5,7 @@ Nothing here uses our conversion: weights and inputs are rounded by code of its 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import shutil
@@ -15,6 +16,7 @@ from checkpoints import make_checkpoint, reference_model
 from safetensors.torch import load_file, save_file
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 FP8 = torch.float8_e4m3fn
@@ -70,16 +72,21 @@ _STATIC = ("static", "modelopt")
 
 
 def make_fp8_checkpoint(
-    architecture: str, kind: str, directory: Path, plain_modules: tuple[str, ...] = ()
+    architecture: str,
+    kind: str,
+    directory: Path,
+    plain_modules: tuple[str, ...] = (),
+    make: Callable[..., Path] = make_checkpoint,
 ) -> tuple[Path, Path]:
     """Write a checkpoint in fp8, and one with the weights that it stands for.
 
     Args:
         kind: one of :data:`KINDS`.
         plain_modules: ends of names of modules that are not quantized.
+        make: writes the checkpoint that is quantized.
     """
     fp8, plain = directory / "fp8", directory / "plain"
-    make_checkpoint(architecture, plain, **SHAPES[architecture])
+    make(architecture, plain, **SHAPES[architecture])
     shutil.copytree(plain, fp8)
     for shard in plain.glob("*.safetensors"):
         stored, meant = {}, {}
@@ -175,10 +182,24 @@ def compute_logits(
         plain_modules: ends of names of modules whose inputs stay as they are.
         expert_parts: number of ranks that divide an expert, if not ``parts``.
     """
+    model = reference_model(plain)
+    with inputs_rounded(model, kind, parts, plain_modules, expert_parts):
+        return model(torch.tensor([token_ids])).logits[0]
+
+
+@contextlib.contextmanager
+def inputs_rounded(
+    model: torch.nn.Module,
+    kind: str,
+    parts: int = 1,
+    plain_modules: tuple[str, ...] = (),
+    expert_parts: int | None = None,
+) -> Iterator[None]:
+    """Have a model of transformers round the inputs of weights; arguments as of
+    :func:`compute_logits`."""
     for_experts = parts if expert_parts is None else expert_parts
     # The up-projection of latents is part of attention, so its inputs stay as they are.
-    exact = ("kv_b_proj", *plain_modules)
-    model, added = reference_model(plain), []
+    exact, added = ("kv_b_proj", *plain_modules), []
     for name, module in model.named_modules():
         if hasattr(module, "gate_up_proj") and isinstance(module.gate_up_proj, torch.nn.Parameter):
             module.forward = functools.partial(_run_experts, module, kind, for_experts)
@@ -186,7 +207,7 @@ def compute_logits(
             mine = parts if name.endswith(_REDUCED) else 1
             added.append(module.register_forward_pre_hook(functools.partial(_round, kind, mine)))
     try:
-        return model(torch.tensor([token_ids])).logits[0]
+        yield
     finally:
         for hook in added:
             hook.remove()
