@@ -8,12 +8,15 @@ from starlette.responses import Response
 
 from pd.core.brief import short_repr
 from pd.core.errors import InvalidRequestError, NotFoundError
+from pd.proxy.api.large_answers import LargeAnswers, send_pieces
 from pd.proxy.http.json_responses import json_response, read_request_id
 from pd.proxy.http.multipart import FormParser, PartStart, read_boundary
 from pd.proxy.http.typed_routes import ClientRequest
 from pd.proxy.storage.files import FILE_SECONDS, MAX_FILES, MIN_FILE_SECONDS
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from pd.proxy.api.answer_schemas import FileList, FileObject
     from pd.proxy.storage.files import FileStore, NewFile, StoredFile
 
@@ -58,6 +61,7 @@ UPLOAD_FORM = {
 class FilesAPI:
     def __init__(self, store: FileStore) -> None:
         self._store = store
+        self._answers = LargeAnswers()
 
     async def upload_file(self, request: ClientRequest) -> Response:
         """Stores a file of a form."""
@@ -105,9 +109,14 @@ class FilesAPI:
 
     async def get_content(self, request: ClientRequest, file_id: str) -> None:
         """The content of a file."""
-        file = await self._store.get_file(request.caller.owner, file_id)
-        # Later errors have no status any more, so we read the first block before.
-        block = await self._store.read_block(file.name, 0)
+        owner = request.caller.owner
+        file = await self._store.get_file(owner, file_id)
+        with self._answers.take_turn(owner, file.size):
+            # Later errors have no status any more, so we read the first block before.
+            block = await self._store.read_block(file.name, 0)
+            await self._send_content(request, file, block)
+
+    async def _send_content(self, request: ClientRequest, file: StoredFile, block: bytes) -> None:
         headers = [
             (b"content-type", b"application/octet-stream"),
             (b"content-length", str(file.size).encode()),
@@ -119,16 +128,17 @@ class FilesAPI:
         if request.method == "HEAD":
             await request.send_part(b"", is_last=True)
             return
-        sent = 0
-        while True:
-            sent += len(block)
-            await request.send_part(block, is_last=sent >= file.size)
-            if sent >= file.size or await request.is_disconnected():
-                return
+        await send_pieces(request, file.size, self._read_blocks(file, block))
+
+    async def _read_blocks(self, file: StoredFile, block: bytes) -> AsyncIterator[bytes]:
+        place = 0
+        while block:
+            yield block
+            place += len(block)
             try:
-                block = await self._store.read_block(file.name, sent)
+                block = await self._store.read_block(file.name, place)
             except NotFoundError:
-                return  # deleted meanwhile: the server closes the connection of a short answer
+                return  # deleted meanwhile
 
     async def delete_file(self, request: ClientRequest, file_id: str) -> Response:
         """Deletes a file."""

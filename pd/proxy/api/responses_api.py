@@ -11,10 +11,11 @@ from starlette.responses import Response
 
 from pd.core.errors import InvalidRequestError, QueueFullError
 from pd.proxy.api.chat_api import prepare_chat
+from pd.proxy.api.large_answers import LargeAnswers, send_pieces
 from pd.proxy.api.response_renderer import ResponseRenderer, describe_request
 from pd.proxy.api.service import PlannedAnswer, RequestNames, make_job
 from pd.proxy.http.bodies import FREE_BYTES, MAX_BODY_BYTES
-from pd.proxy.http.json_responses import json_response
+from pd.proxy.http.json_responses import json_response, read_request_id
 from pd.proxy.http.typed_routes import ClientRequest
 from pd.proxy.requests.field_names import RESPONSES_NAMES
 from pd.proxy.requests.known_fields import RESPONSES
@@ -23,7 +24,7 @@ from pd.proxy.requests.responses import ResponsesRequest
 from pd.proxy.storage.responses import StoredResponse
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
 
     from pd.proxy.api.chat_plan import OutputPlan
     from pd.proxy.api.prompts import ModelView
@@ -77,6 +78,7 @@ class ResponsesAPI:
         self._store = store
         self._background = background
         self._chats = _ChatBudget()
+        self._answers = LargeAnswers()
 
     async def create(self, request: ClientRequest, body: ResponsesRequest) -> None:
         """OpenAI's responses, with the model's chat template."""
@@ -85,14 +87,22 @@ class ResponsesAPI:
             del body  # it may hold megabytes, and an answer may take hours
             await self._service.serve(request, answer)
 
-    async def get_response(self, request: ClientRequest, response_id: str) -> Response:
+    async def get_response(self, request: ClientRequest, response_id: str) -> None:
         """A stored response."""
         if request.query_params.get("stream", "false") not in ("false", "0", ""):
             raise InvalidRequestError(
                 "stream: a stored response is not streamed; leave it out", param="stream"
             )
-        stored = await self._store.get_response(request.caller.owner, response_id)
-        return Response(stored.response, media_type="application/json")
+        owner = request.caller.owner
+        content = (await self._store.get_response(owner, response_id)).response
+        with self._answers.take_turn(owner, len(content)):
+            headers = [
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(content)).encode()),
+                (b"x-request-id", read_request_id(request.scope).encode()),
+            ]
+            await request.start_response(200, headers)
+            await send_pieces(request, len(content), _iterate(content))
 
     async def delete_response(self, request: ClientRequest, response_id: str) -> Response:
         """Deletes a stored response."""
@@ -130,6 +140,10 @@ class ResponsesAPI:
         if body.store:
             keeper = _Keeper(self._store, self._background, job, messages, renderer).keep
         return PlannedAnswer(job, [spec], renderer, body.timeout, keeper)
+
+
+async def _iterate(content: bytes) -> AsyncIterator[bytes]:
+    yield content
 
 
 class _Keeper:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from typing import TYPE_CHECKING
 
@@ -19,12 +20,13 @@ class FailureLog:
     """Logs failures. A full disk fails every request, but one message about it is enough."""
 
     def __init__(self) -> None:
-        self._last: dict[str, float] = {}
+        self._last: dict[tuple[type, int | None], float] = {}
 
     def report(self, directory: Path, error: Exception) -> None:
         """Log the exception under way with its traceback, unless that was done lately."""
-        now = time.monotonic()
-        self._last = {text: at for text, at in self._last.items() if now < at + _REPEAT_SECONDS}
-        if str(error) not in self._last:
-            self._last[str(error)] = now
+        # Messages name files, and these are never the same.
+        code = getattr(error, "errno", getattr(error, "sqlite_errorcode", None))
+        kind, now = (type(error), code), time.monotonic()
+        if now >= self._last.get(kind, -math.inf) + _REPEAT_SECONDS:
+            self._last[kind] = now
             logger.exception("the storage in %s failed", directory)

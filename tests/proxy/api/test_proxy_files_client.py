@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import httpx
 import openai
 import pytest
+from fake_node import wait_until
 from proxy_cluster import Cluster
 
 if TYPE_CHECKING:
@@ -63,6 +64,40 @@ def test_a_file_belongs_to_its_key(client: openai.OpenAI) -> None:
             call(file.id)
     assert file.id not in [other.id for other in stranger.files.list()]
     client.files.delete(file.id)
+
+
+@pytest.mark.one_process("lowers a limit of this process")
+def test_downloads_that_nobody_reads_are_few(
+    model_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them holds a block in memory."""
+    monkeypatch.setattr("pd.proxy.api.large_answers.MAX_KEY_ANSWERS", 2)
+    with ExitStack() as stack:
+        keys = {"api_key": KEY, "admin_api_key": OTHER_KEY}
+        proxy = Cluster(stack, model_dir).proxy(wait_ready=0, **keys)
+        client, other = (
+            openai.OpenAI(base_url=f"{proxy.url}/v1", api_key=key, max_retries=0)
+            for key in keys.values()
+        )
+        # More than the kernel takes for two sockets.
+        large = upload(client, LINE * ((32 << 20) // len(LINE)))
+        small = upload(client, LINE)
+        with ExitStack() as unread:
+            for _ in range(2):
+                unread.enter_context(client.files.with_streaming_response.content(large.id))
+            with pytest.raises(openai.RateLimitError, match="read them first"):
+                client.files.content(large.id)
+            assert client.files.content(small.id).read() == LINE
+            others = upload(other, LINE * 10_000)
+            assert other.files.content(others.id).read() == LINE * 10_000
+
+        def can_read() -> bool:
+            try:
+                return len(client.files.content(large.id).read()) == large.bytes
+            except openai.RateLimitError:
+                return False
+
+        wait_until(can_read)
 
 
 def test_files_are_listed_in_pages(client: openai.OpenAI) -> None:

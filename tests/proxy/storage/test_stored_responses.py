@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import os
 import sqlite3
@@ -21,6 +22,7 @@ from pd.proxy.storage import database as database_module
 from pd.proxy.storage import responses
 from pd.proxy.storage.database import Database
 from pd.proxy.storage.directory import StorageDirectory, make_and_hold
+from pd.proxy.storage.failures import FailureLog
 from pd.proxy.storage.responses import ResponseNotFoundError, ResponseStore, StoredResponse
 
 if TYPE_CHECKING:
@@ -175,6 +177,13 @@ def test_a_broken_disk_is_named(tmp_path: Path) -> None:
     (tmp_path / "storage.sqlite").write_bytes(b"no database" * 100)
     with open_database(tmp_path) as database, pytest.raises(UnavailableError, match="storage"):
         asyncio.run(ResponseStore(database, 2000).add_response("a", make_name(), LARGE))
+
+
+def test_the_same_failure_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    failures = FailureLog()
+    for code, name in [(errno.ENOSPC, "a"), (errno.ENOSPC, "b"), (errno.EIO, "a")]:
+        failures.report(tmp_path, OSError(code, os.strerror(code), name))
+    assert len(caplog.records) == 2
 
 
 def test_a_directory_has_one_proxy(tmp_path: Path) -> None:
