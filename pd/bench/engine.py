@@ -83,6 +83,8 @@ examples:
       --profile-work mixed:16:496:8192
   pd-bench engine --model embedded --device cpu --work decode:1 spec:1:4 \\
       --speculative-algorithm draft --speculative-draft-model pd/assets/embedded-draft
+  pd-bench engine --model glm-4.7-flash --work decode:1,32 spec:1:1 spec:32:1 spec:1:3 \\
+      --speculative-algorithm mtp
 
 All flags of pd-launch unified configure the node; its network flags have no effect here.
 """

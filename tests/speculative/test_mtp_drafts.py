@@ -144,7 +144,7 @@ def test_drafts_equal_a_plain_loop_with_all_features(
     model = make_mtp_checkpoint(family, tmp_path)
     prompts = list(random_prompts(seed, [30, 33, 40, 45]))
     notes = note_drafts(monkeypatch, model, prompts, seed)
-    scarce = {"page_size": 4, "kv_cache_tokens": 196, "reserved_decode_tokens": 1}
+    scarce = {"page_size": 4, "kv_cache_tokens": 164, "reserved_decode_tokens": 1}
     with start_cluster(
         model,
         kind,
@@ -162,12 +162,13 @@ def test_drafts_equal_a_plain_loop_with_all_features(
 
 
 @pytest.mark.parametrize(
-    ("family", "ranks", "ranks_of_prefill"),
+    ("family", "ranks", "ranks_of_prefill", "groups"),
     [
-        ("deepseek_v3", 2, 1),
-        pytest.param("deepseek_v3", 1, 2, marks=pytest.mark.full),
-        pytest.param("glm4_moe", 2, 1, marks=pytest.mark.full),
-        pytest.param("glm4_moe", 1, 2, marks=pytest.mark.full),
+        ("deepseek_v3", 2, 1, 1),
+        pytest.param("deepseek_v3", 2, 1, 2, marks=pytest.mark.full),
+        pytest.param("deepseek_v3", 1, 2, 1, marks=pytest.mark.full),
+        pytest.param("glm4_moe", 2, 1, 2, marks=pytest.mark.full),
+        pytest.param("glm4_moe", 1, 2, 1, marks=pytest.mark.full),
     ],
 )
 @pytest.mark.usefixtures("forked_ranks")
@@ -175,16 +176,18 @@ def test_ranks_change_no_draft(
     family: str,
     ranks: int,
     ranks_of_prefill: int,
+    groups: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     seed: int,
 ) -> None:
-    """Rank 0 has the whole layer and its KV."""
+    """Rank 0 has the whole layer, with all experts, and its KV."""
     model = make_mtp_checkpoint(family, tmp_path)
     prompts = list(random_prompts(seed, [9, 31]))
     notes = note_drafts(monkeypatch, model, prompts, seed)
-    prefill = {"tp_size": ranks_of_prefill}
-    with start_cluster(model, "split", tp_size=ranks, prefill_settings=prefill) as cluster:
+    settings = {"tp_size": ranks, "ep_size": groups}
+    prefill = {"tp_size": ranks_of_prefill, "ep_size": 1}
+    with start_cluster(model, "split", **settings, prefill_settings=prefill) as cluster:
         check_answers(cluster, model, prompts)
         cluster.wait_idle()
     check_drafts(model, notes.list_drafts(prompts, step=5))
