@@ -105,13 +105,15 @@ def make_core(
     drafter: Drafter | None,
 ) -> NodeCore:
     """Build the objects that the parts of a node share."""
-    radix = RadixCache(config.page_size, policy=config.eviction_policy)
+    windows = engine.layout.windows
+    radix = RadixCache(config.page_size, policy=config.eviction_policy, num_windows=len(windows))
     memory = Memory(
         engine.pool.num_pages,
         config.page_size,
         radix,
         None if drafter is None else drafter.ngram_cache,
         caches_prefixes=config.radix_cache == "on",
+        windows=windows,
     )
     events, metrics = Events(), RequestMetrics()
     return NodeCore(

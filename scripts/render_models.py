@@ -42,8 +42,10 @@ A model with latent attention (MLA) keeps one row per token and layer instead of
 `--tp-size`, every rank has all rows: they travel once and are written to every rank.
 
 Mistral, Mixtral and Qwen checkpoints may have sliding windows, in all layers or in some. They need
-`triton`, which `auto` then chooses on a GPU, or `torch`; `flashinfer` is refused. The cache keeps
-all tokens, even those that no window reaches any more.
+`triton`, which `auto` then chooses on a GPU, or `torch`; `flashinfer` is refused. If about half of
+the layers have a window, as in gpt-oss, the cache frees their pages once no window reaches them
+([how](steps.md#pages-of-sliding-windows)), and a hand-off sends only what later tokens see. For
+other models the cache keeps all tokens.
 
 gpt-oss has windows in every other layer, and attention sinks: learned scores that join the softmax
 of each head. Its experts have biases and a clamped activation. They may be in MXFP4

@@ -366,11 +366,12 @@ class Bench:
             raise SetupError(f"{work} needs {sum(sizes)} pages; see --kv-cache-tokens")
         # NOTE: the cache is empty and there are no requests, so all pages are free.
         pages = self._rng.permutation(pool.num_pages)[: sum(sizes)].astype(np.int32)
-        tables = np.split(pages, np.cumsum(sizes)[:-1])
+        each = np.split(pages, np.cumsum(sizes)[:-1])
         items = []
-        for (start, count, num_logits), table in zip(parts, tables, strict=True):
+        for (start, count, num_logits), table in zip(parts, each, strict=True):
             ids = self._rng.integers(0, self._vocab, count).astype(np.int32)
-            items.append(ForwardItem(ids, start, table, num_logits))
+            tables = pool.repeat_table(table)
+            items.append(ForwardItem(ids, start, tables, num_logits))
         draws = [Draw(make_greedy_state(engine))] * sum(num_logits for _, _, num_logits in parts)
 
         def run(steps: int) -> float:

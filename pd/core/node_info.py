@@ -61,6 +61,7 @@ _Heads = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 _HeadDim = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 _Group = Annotated[int, msgspec.Meta(ge=0, lt=MAX_PLANES)]
 _PageSize = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+_Window = Annotated[int, msgspec.Meta(ge=0, le=1 << 30)]
 _Ranks = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 # Limits of scales, within which a float32 has an inverse.
 MIN_SCALE, MAX_SCALE = 2.0**-100, 2.0**100
@@ -86,6 +87,9 @@ class Plane(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         dtype: of the vectors that the model writes and reads.
         scales: None if the pool keeps the vectors in ``dtype``. Otherwise it keeps them in fp8
             (:data:`FP8`), divided by these scales: one for each vector of each layer, K before V.
+        window: number of keys that a token sees in these layers; 0 for all. The pages of a window
+            are freed when no later token sees them, so planes with a window have page tables of
+            their own. All planes of a group have the same window.
 
     Raises:
         ValueError: there is not one scale for each vector of each layer (a ValidationError of
@@ -100,6 +104,7 @@ class Plane(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     vectors: Literal[1, 2] = 2
     ranks: PlaneRanks = "divided"
     group: _Group = 0
+    window: _Window = 0
     scales: _Scales | None = None
 
     def __post_init__(self) -> None:
@@ -131,9 +136,10 @@ class Plane(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         vectors = "K and V" if self.vectors == 2 else "one vector"
         where = _PLACES[self.ranks]
         kept = "" if self.scales is None else f" kept in {FP8}"
+        window = f", window {self.window}" if self.window else ""
         return (
             f"{vectors} of {self.num_layers} layers, {self.num_heads} heads x {self.head_dim}, "
-            f"{self.dtype}{kept}, {where}, group {self.group}"
+            f"{self.dtype}{kept}, {where}, group {self.group}{window}"
         )
 
 
@@ -145,7 +151,8 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Raises:
         ValueError: two planes have the same name, the groups are not numbered 0, 1, ... without
-            gaps, or there are too many layers (a ValidationError of msgspec on decoding).
+            gaps, planes of a group have different windows, the first plane has one, or there are
+            too many layers (a ValidationError of msgspec on decoding).
     """
 
     planes: Annotated[tuple[Plane, ...], msgspec.Meta(min_length=1, max_length=MAX_PLANES)]
@@ -162,6 +169,11 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"groups of planes are numbered from 0 without gaps, not {groups}")
         if self.num_layers > MAX_LAYERS:
             raise ValueError(f"{self.num_layers} layers are more than {MAX_LAYERS}")
+        windows = {(plane.group, plane.window) for plane in self.planes}
+        if len(windows) > len(groups):
+            raise ValueError("planes of one group need the same window")
+        if self.planes[0].window:
+            raise ValueError(f"plane {names[0]!r} is the first, but has a window")
 
     @classmethod
     def of_model(
@@ -196,9 +208,41 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return 1 + max(plane.group for plane in self.planes)
 
     @property
+    def group_windows(self) -> tuple[int, ...]:
+        """Window of each group of planes; 0 for a group without one."""
+        groups = {plane.group: plane.window for plane in self.planes}
+        return tuple(groups[group] for group in sorted(groups))
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Windows with page tables of their own, in the order of their tables. The first table of a
+        sequence is that of all planes without a window."""
+        return tuple(window for window in self.group_windows if window)
+
+    @property
+    def num_tables(self) -> int:
+        """Page tables of each sequence."""
+        return 1 + len(self.windows)
+
+    def find_table(self, plane: Plane) -> int:
+        """Return the number of the page table that says where a plane's tokens are."""
+        if not plane.window:
+            return 0
+        return 1 + sorted({p.group for p in self.planes if p.window}).index(plane.group)
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of one token in all layers of all planes."""
         return sum(plane.token_bytes for plane in self.planes)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes that a slot of the pool takes. Each page has room for the planes of any one
+        table."""
+        sizes = [0] * self.num_tables
+        for plane in self.planes:
+            sizes[self.find_table(plane)] += plane.token_bytes
+        return max(sizes)
 
     def missing_bytes(self, cached: Sequence[int], num_tokens: int) -> int:
         """Count the uncached bytes of a prompt.
@@ -229,24 +273,26 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 planes.append(msgspec.structs.replace(plane, num_heads=max(heads, 1)))
             elif plane.ranks == "copied" or rank == 0:
                 planes.append(plane)
-        # Groups are of no interest to ranks without a plane of each.
-        if len(planes) < len(self.planes):
-            planes = [msgspec.structs.replace(plane, group=0) for plane in planes]
+        # Ranks need no group of which they have no plane.
+        groups = sorted({plane.group for plane in planes})
+        planes = [msgspec.structs.replace(p, group=groups.index(p.group)) for p in planes]
         return msgspec.structs.replace(self, planes=tuple(planes))
 
     def plane_extents(self, num_slots: int) -> list[range]:
         """Return the bytes of each plane in the memory of a pool of ``num_slots``.
 
         Planes of rank 0 alone come last. The memory of a rank without them therefore has
-        everything else in the same places.
+        everything else in the same places. Planes of different page tables lie over each other,
+        because each page belongs to one table at a time.
         """
-        extents, end = [range(0)] * len(self.planes), 0
+        extents, ends = [range(0)] * len(self.planes), [0] * self.num_tables
         for is_last in (False, True):
             for index, plane in enumerate(self.planes):
                 if (plane.ranks == "first") is is_last:
-                    start = -(-end // PLANE_ALIGNMENT) * PLANE_ALIGNMENT
-                    end = start + num_slots * plane.token_bytes
-                    extents[index] = range(start, end)
+                    table = self.find_table(plane)
+                    start = -(-ends[table] // PLANE_ALIGNMENT) * PLANE_ALIGNMENT
+                    ends[table] = start + num_slots * plane.token_bytes
+                    extents[index] = range(start, ends[table])
         return extents
 
 

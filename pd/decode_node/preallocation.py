@@ -117,15 +117,15 @@ class Preallocation:
         growth = self._decode.count_headroom(
             sequence, [i.request.sequence for i in self._receiving]
         )
-        needed = memory.count_missing(sequence, length, length) + growth
+        needed = memory.count_missing(sequence, length, length, length) + growth
         if not self._can_allocate(needed):
             return False
         # NOTE: matching locks pages counted as available. Every path out of this method must
         # release them.
         cached = memory.match_prefix(sequence, length)
-        needed = memory.pages_for(length) - len(sequence.pages) + growth
+        needed = memory.count_growth(sequence, length, length) + growth
         if not self._can_allocate(needed) or not memory.grow_pages(
-            sequence, length, PageState.RESERVED
+            sequence, length, PageState.RESERVED, length
         ):
             memory.release_pages(sequence)
             return False

@@ -217,13 +217,12 @@ class ReceivingEnd(PromptReceiver):
         """
         request = incoming.request
         sequence, length = request.sequence, len(request.prompt)
-        # The radix tree holds pages of all planes together.
         layout = self._core.engine.layout
-        held = (cached,) * layout.num_groups
+        held = self._memory.count_held(sequence, cached, layout.group_windows)
         incoming.epoch = next(self._epochs)
         with self._contain_errors(request):
             receiver = self._transfer.receiver(
-                request.peer, request.room, incoming.epoch, sequence.pages, held, length
+                request.peer, request.room, incoming.epoch, sequence.tables, held, length
             )
             destination, incoming.receiver = receiver.destination, receiver
         if incoming.receiver is None:

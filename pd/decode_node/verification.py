@@ -29,7 +29,7 @@ class DigestCheck:
         cached, stop = reservation.cached, len(request.prompt)
         if incoming.digest is None:
             with self._core.engine.use_side_stream():
-                incoming.digest = self._digests.start_digest(request.sequence.pages, cached, stop)
+                incoming.digest = self._digests.start_digest(request.sequence.tables, cached, stop)
         if not incoming.digest.done():
             return False  # its completion wakes the control thread
         try:

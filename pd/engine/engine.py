@@ -92,8 +92,8 @@ class Engine:
             self.leader.on_failure = callback
 
     def save_pages(self, pages: IntArray) -> SavedPages:
-        """Copy pages (int32 ``[n]``) to host memory. Each rank copies its part. Waits for the
-        GPU."""
+        """Copy pages (int32 ``[n]`` or ``[tables, n]``) to host memory. Each rank copies its part.
+        Waits for the GPU."""
         return SavedPages(self.pool, pages, self.leader)
 
     def close(self) -> None:
@@ -244,7 +244,7 @@ class Engine:
         head_shape = read_head_config(config, model_config)
         planes = [] if head_shape is None else [make_head_plane(head_shape, dtype)]
         scales = _choose_kv_scales(config, model_config, device)
-        all_planes = (model_config.make_plane(dtype, scales), *extra_planes, *planes)
+        all_planes = (*model_config.make_planes(dtype, scales), *extra_planes, *planes)
         layout = KVLayout(all_planes, config.page_size, tp.size)
         part = layout.of_rank(tp.rank)
         model = _load(config, model_config, DTYPES[dtype], device, tp)
@@ -253,7 +253,8 @@ class Engine:
         needs = measure_footprint(model, part, attention, config, sizes, context_length, head)
         page_bytes = KVPool.count_page_bytes(part) + extra_memory.page_bytes
         needs = needs._replace(lasting_bytes=needs.lasting_bytes + extra_memory.lasting_bytes)
-        num_pages = agree_on_pages(_choose_num_pages(config, page_bytes, device, needs))
+        tables = layout.num_tables
+        num_pages = agree_on_pages(_choose_num_pages(config, page_bytes, device, needs, tables))
         pool = KVPool(part, num_pages, device, shared_memory)
         runner = ModelRunner.build(
             model,
@@ -425,8 +426,9 @@ def choose_graph_sizes(config: NodeConfig, device: torch.device) -> tuple[int, .
 
 
 def _choose_num_pages(
-    config: NodeConfig, page_bytes: int, device: torch.device, needs: Footprint
+    config: NodeConfig, page_bytes: int, device: torch.device, needs: Footprint, tables: int
 ) -> int:
+    """Choose the number of pages. As many as ``tables`` hold one page of tokens."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         usable = (
@@ -438,7 +440,7 @@ def _choose_num_pages(
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // config.tp_size
         usable = int(free * config.mem_fraction)
     if config.kv_cache_tokens is not None:
-        wanted = config.kv_cache_tokens // config.page_size
+        wanted = config.kv_cache_tokens // config.page_size * tables
         # NOTE: we do not subtract other needs, because they cannot be measured while another node
         # starts on the same GPU.
         if wanted * page_bytes > free:

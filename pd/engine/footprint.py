@@ -93,7 +93,7 @@ def measure_footprint(
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    runner.forward([ForwardItem(np.zeros(tokens, np.int32), 0, pages)])
+    runner.forward([ForwardItem(np.zeros(tokens, np.int32), 0, pool.repeat_table(pages))])
     torch.cuda.synchronize(device)
     step = torch.cuda.max_memory_allocated(device) - before
     step += runner.attention.scratch_bytes
@@ -135,7 +135,7 @@ def measure_draft_memory(
     lasting = torch.cuda.memory_allocated(device) - before
     # NOTE: this loads kernels first. They stay loaded and would otherwise count as memory of the
     # graphs.
-    runner.forward([ForwardItem(np.zeros(tokens, np.int32), 0, pages)])
+    runner.forward([ForwardItem(np.zeros(tokens, np.int32), 0, pool.repeat_table(pages))])
     torch.cuda.synchronize(device)
     if graph_sizes:
         capture = partial(

@@ -30,7 +30,8 @@ class ForwardItem:
         token_ids: new tokens to compute, int32, at least one. ``-1 - row`` stands for a token that
             only the device knows (see :meth:`pd.engine.model_runner.ModelRunner.forward`).
         start: number of tokens with KV in the pool, and so the position of ``token_ids[0]``.
-        pages: page table, int32, covering at least ``start + len(token_ids)`` tokens.
+        pages: page table, int32 ``[n]``, covering at least ``start + len(token_ids)`` tokens, or
+            ``[tables, n]`` if the pool has several (:attr:`pd.core.node_info.KVLayout.windows`).
         num_logits: how many of the last new tokens need logits; 0 for a chunk before the last one
             of a prompt.
         tree: shape of the drafted tokens, the last of ``token_ids``; None without a draft.

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from pd.engine.page_allocator import NO_PAGE
 from pd.kernels.digest import hash_tokens, sum_digests
 from pd.kernels.fp8 import FP8
 from pd.kernels.kv_copy import gather_parts
 from pd.kernels.kv_store import KVScales
-from pd.kernels.paging import find_token_slots
+from pd.kernels.paging import find_token_slots, select_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -40,6 +41,7 @@ class PoolPlane:
     Attributes:
         spec: shape of this rank's part.
         first_layer: number of its first layer among the layers of all planes.
+        table: number of the page table that says where its tokens are.
         buffer: contiguous ``[num_layers, vectors, slots, num_heads, head_dim]``, K then V, zero at
             first. :mod:`pd.kernels.paging` defines the slot of each token. Vectors in fp8 are
             bytes here, because torch has few operations for fp8.
@@ -54,6 +56,7 @@ class PoolPlane:
     buffer: torch.Tensor
     parts: Sequence[int]
     copies: Sequence[Sequence[int]] = ()
+    table: int = 0
 
 
 class PlaneView:
@@ -76,6 +79,29 @@ class PlaneView:
     def get_scales(self, layer: int) -> KVScales:
         """See :meth:`KVPool.get_scales`."""
         return self._pool.get_scales(self._first + layer)
+
+
+class LayerOrder:
+    """The layers of a model in its own order, in a pool that orders them by planes
+    (:class:`pd.kernels.attention.base.PagedKV`)."""
+
+    def __init__(self, pool: KVPool, pool_layers: Sequence[int]) -> None:
+        """``pool_layers``: number in the pool of each layer."""
+        self.page_size, self.num_pages = pool.page_size, pool.num_pages
+        self.dtype = pool.dtype
+        self._pool, self._layers = pool, pool_layers
+
+    def get_keys(self, layer: int) -> torch.Tensor:
+        """See :meth:`KVPool.get_keys`."""
+        return self._pool.get_keys(self._layers[layer])
+
+    def get_values(self, layer: int) -> torch.Tensor:
+        """See :meth:`KVPool.get_values`."""
+        return self._pool.get_values(self._layers[layer])
+
+    def get_scales(self, layer: int) -> KVScales:
+        """See :meth:`KVPool.get_scales`."""
+        return self._pool.get_scales(self._layers[layer])
 
 
 class KVPool:
@@ -117,7 +143,8 @@ class KVPool:
             shape = (spec.num_layers, spec.vectors, slots, spec.num_heads, spec.head_dim)
             dtype = DTYPES[spec.dtype] if spec.scales is None else torch.uint8
             buffer = self.memory[extent.start : extent.stop].view(dtype).view(shape)
-            self.planes.append(PoolPlane(spec, first, buffer, (buffer.data_ptr(),)))
+            table = layout.find_table(spec)
+            self.planes.append(PoolPlane(spec, first, buffer, (buffer.data_ptr(),), table=table))
             first += spec.num_layers
         self._keys: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
@@ -132,8 +159,20 @@ class KVPool:
 
     @staticmethod
     def count_page_bytes(layout: KVLayout) -> int:
-        """Return the bytes of one page in all layers."""
-        return layout.token_bytes * layout.page_size
+        """Return the bytes of one page of the pool."""
+        return layout.slot_bytes * layout.page_size
+
+    @staticmethod
+    def count_held_bytes(layout: KVLayout, pages: IntArray) -> int:
+        """Return the bytes of a sequence's pages in all layers, see :meth:`gather_pages`."""
+        held = np.count_nonzero(np.atleast_2d(pages) != NO_PAGE, axis=1)
+        tables = ((plane, held[layout.find_table(plane)]) for plane in layout.planes)
+        return sum(int(count) * plane.token_bytes for plane, count in tables) * layout.page_size
+
+    def repeat_table(self, pages: IntArray) -> IntArray:
+        """Use one page table, int32 ``[n]``, for all tables of a sequence whose KV nobody needs."""
+        tables = self.layout.num_tables
+        return pages if tables == 1 else np.stack([pages] * tables)
 
     @property
     def device(self) -> torch.device:
@@ -192,35 +231,49 @@ class KVPool:
         """Copy all vectors of some tokens to other slots. On a GPU this is only queued.
 
         Args:
-            source, to: int64 ``[n]`` on the pool's device. Everything is read before anything is
-                written. If a slot occurs twice in ``to``, one of the writes wins.
+            source, to: int64 ``[tables, n]`` on the pool's device, with one row for each page
+                table. Everything is read before anything is written. If a slot occurs twice in
+                ``to``, one of the writes wins.
         """
         for plane in self.planes:
-            plane.buffer.index_copy_(2, to, plane.buffer.index_select(2, source))
+            moved = plane.buffer.index_select(2, source[plane.table])
+            plane.buffer.index_copy_(2, to[plane.table], moved)
 
     def gather_pages(self, pages: IntArray) -> list[torch.Tensor]:
         """Copy pages to host memory.
 
         Args:
-            pages: int32 ``[n]``.
+            pages: int32 ``[n]``, or ``[tables, n]``. In a table with a window, freed pages come
+                before the others.
 
         Returns:
-            for each plane ``[num_layers, vectors, n, page_size, num_heads, head_dim]`` on the CPU.
+            for each plane ``[num_layers, vectors, m, page_size, num_heads, head_dim]`` on the CPU,
+            with the last ``m`` pages of its table, those not freed.
         """
         copies = []
-        for paged in self._view_pages():
+        for plane, paged in zip(self.planes, self._view_pages(), strict=True):
+            table = select_table(pages, plane.table)
+            table = table[table != NO_PAGE]
             layers, vectors, _, *rest = paged.shape
-            host = torch.empty((layers, vectors, len(pages), *rest), dtype=paged.dtype)
-            for some in _split_pages(paged, len(pages)):
-                host[:, :, some] = paged.index_select(2, self._to_index(pages[some])).cpu()
+            host = torch.empty((layers, vectors, len(table), *rest), dtype=paged.dtype)
+            for some in _split_pages(paged, len(table)):
+                host[:, :, some] = paged.index_select(2, self._to_index(table[some])).cpu()
             copies.append(host)
         return copies
 
     def scatter_pages(self, pages: IntArray, copies: Sequence[torch.Tensor]) -> None:
-        """Copy the result of :meth:`gather_pages` into ``n`` pages, in the same order."""
-        for paged, host in zip(self._view_pages(), copies, strict=True):
-            for some in _split_pages(paged, len(pages)):
-                paged.index_copy_(2, self._to_index(pages[some]), host[:, :, some].to(self.device))
+        """Copy the last pages of a result of :meth:`gather_pages` into pages.
+
+        Args:
+            pages: int32 ``[n]``, or ``[tables, n]``, for the last ``n`` pages. A page that the
+                result lacks is not written.
+        """
+        for plane, paged, host in zip(self.planes, self._view_pages(), copies, strict=True):
+            table = select_table(pages, plane.table)
+            count = min(len(table), host.shape[2])
+            table, host = table[len(table) - count :], host[:, :, host.shape[2] - count :]
+            for some in _split_pages(paged, count):
+                paged.index_copy_(2, self._to_index(table[some]), host[:, :, some].to(self.device))
 
     def _view_pages(self) -> Iterator[torch.Tensor]:
         """Views of all planes, ``[num_layers, vectors, pages, page_size, num_heads, head_dim]``."""
@@ -234,14 +287,15 @@ class KVPool:
         :mod:`pd.kernels.digest`).
 
         Args:
-            pages: page table of the sequence.
+            pages: int32 ``[n]``, page table of the sequence, or ``[tables, n]``.
             cached: for each group of planes, the position of the first token to hash.
             stop: the position after the last token to hash.
         """
         digests = [np.empty(0, np.int64)]
         for plane in self.planes:
             start = cached[plane.spec.group]
-            slots = find_token_slots(pages, np.arange(start, stop), self.page_size)
+            table = select_table(pages, plane.table)
+            slots = find_token_slots(table, np.arange(start, stop), self.page_size)
             if len(plane.parts) == 1:
                 own = hash_tokens(plane.buffer, slots, start, first_layer=plane.first_layer)
             else:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
+from pd.core.node_info import MODEL_PLANE
 from pd.engine.device_copy import to_device
 from pd.engine.forward_item import find_reread_rows, find_token_positions
+from pd.engine.kv_pool import LayerOrder
 from pd.kernels.attention import AttentionBatch, PlannedAttention
+from pd.kernels.attention.tables import TablePart, TablesAttention
+from pd.models.config import WINDOW_PLANE
 from pd.models.latent_attention import find_latent_shape
 
 if TYPE_CHECKING:
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
     from pd.engine.step_outcome import StepOutcome
     from pd.kernels.attention import AttentionBackend
     from pd.models.causal_lm import CausalLM
+    from pd.models.config import ModelConfig
 
     IntArray = npt.NDArray[np.int32]
     Int64Array = npt.NDArray[np.int64]
@@ -45,6 +50,35 @@ def _apply_outcome(items: Sequence[ForwardItem], outcome: StepOutcome) -> list[F
         else item
         for item in items
     ]
+
+
+def _make_attention(
+    config: ModelConfig, pool: KVPool, attention: type[AttentionBackend]
+) -> AttentionBackend:
+    """Make the attention of a model over its planes of a pool."""
+    windows = pool.layout.windows
+    if not windows:
+        return attention(pool, config.num_heads, find_latent_shape(config), config.windows)
+    (window,) = windows
+    parts = [
+        TablePart(0, 0, attention(pool.view_plane(MODEL_PLANE), config.num_heads)),
+        TablePart(
+            1,
+            window,
+            attention(
+                pool.view_plane(WINDOW_PLANE),
+                config.num_heads,
+                windows=[window] * sum(map(bool, config.windows)),
+            ),
+        ),
+    ]
+    firsts = (0, pool.layout.model.num_layers)
+    tables = [int(window > 0) for window in config.windows]
+    layers = [
+        (table, layer - firsts[table])
+        for table, layer in zip(tables, config.pool_layers, strict=True)
+    ]
+    return TablesAttention(LayerOrder(pool, config.pool_layers), parts, layers)
 
 
 class LazyAttention(PlannedAttention):
@@ -79,6 +113,14 @@ class LazyAttention(PlannedAttention):
             backend.plan(batch)
         return self._backend.slots
 
+    def get_slots(self, layer: int) -> torch.Tensor:
+        _ = self.slots  # plans, if this is the first layer
+        return self._backend.get_slots(layer)
+
+    def list_slots(self) -> list[torch.Tensor]:
+        _ = self.slots
+        return self._backend.list_slots()
+
     def attend(
         self,
         layer: int,
@@ -97,7 +139,8 @@ def hide_tokens(attention: PlannedAttention, rows: torch.Tensor) -> None:
         rows: int64 ``[n]`` on the device.
     """
     pool = attention.pool
-    attention.slots.index_fill_(0, rows, pool.num_pages * pool.page_size)
+    for slots in attention.list_slots():
+        slots.index_fill_(0, rows, pool.num_pages * pool.page_size)
 
 
 class CapturedGraphs(Protocol):
@@ -193,10 +236,8 @@ class ModelRunner:
     ) -> ModelRunner:
         """Make a runner with a backend of this class. With ``prompts`` it gets a second backend,
         for the wanted tokens in the last layer."""
-        config = model.config
-        shape = config.num_heads, find_latent_shape(config), config.windows
-        last = attention(pool, *shape) if prompts else None
-        return cls(model, pool, attention(pool, *shape), last, eagle)
+        make = partial(_make_attention, model.config, pool, attention)
+        return cls(model, pool, make(), make() if prompts else None, eagle)
 
     @property
     def takes_unread(self) -> bool:

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 _SEARCH, _RUNS = 128, 8
 
 
+# Stands in a page table for a page that its sequence gave up.
+NO_PAGE = -1
+
+
 class PageState(IntEnum):
     """The owner of a page. Each page has exactly one at any time."""
 

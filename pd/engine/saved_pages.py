@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class SavedPages:
-    """A copy of ``pages`` (int32 ``[n]``), kept as long as this object lives."""
+    """A copy of ``pages`` (int32 ``[n]`` or ``[tables, n]``), kept as long as this object
+    lives."""
 
     def __init__(self, pool: KVPool, pages: IntArray, leader: Leader | None) -> None:
         self._pool, self._leader = pool, leader
@@ -25,9 +26,13 @@ class SavedPages:
             weakref.finalize(self, leader.forget_pages, self._key).atexit = False
         self._host = pool.gather_pages(pages)
 
-    def restore_pages(self, pages: IntArray, first: int) -> None:
-        """Write the copy, starting with its page ``first``, into ``pages``, int32 ``[n -
-        first]``."""
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of this rank's copy."""
+        return sum(host.nbytes for host in self._host)
+
+    def restore_pages(self, pages: IntArray) -> None:
+        """Write the last pages of the copy into ``pages``, see :meth:`KVPool.scatter_pages`."""
         if self._leader is not None:
-            self._leader.restore_pages(self._key, pages, first)
-        self._pool.scatter_pages(pages, [host[:, :, first:] for host in self._host])
+            self._leader.restore_pages(self._key, pages)
+        self._pool.scatter_pages(pages, self._host)

@@ -2,7 +2,9 @@
 
 A pool has a slot for each token that it can hold. ``page_size`` adjacent slots are a page, so page
 ``p`` is slots ``[p * page_size, (p + 1) * page_size)``. The page table of a sequence lists the
-pages that its tokens fill one after another.
+pages that its tokens fill one after another. A sequence may have a second table for layers with a
+sliding window, because their pages are freed once no token sees them any more. A freed page is
+:data:`pd.engine.page_allocator.NO_PAGE` in that table.
 """
 
 from __future__ import annotations
@@ -14,12 +16,22 @@ import numpy.typing as npt
 
 Int64Array = npt.NDArray[np.int64]
 Tokens = TypeVar("Tokens", int, Int64Array)
+PageT = TypeVar("PageT", bound=np.integer)
 
 
 def count_needed_pages(num_tokens: Tokens, page_size: int) -> Tokens:
     """Return the number of pages for ``num_tokens`` tokens from the beginning of a page on, for one
     sequence or for several."""
     return -(-num_tokens // page_size)
+
+
+def select_table(pages: npt.NDArray[PageT], table: int) -> npt.NDArray[PageT]:
+    """Return one page table ``[n]`` of a sequence.
+
+    Args:
+        pages: ``[tables, n]``, or ``[n]`` for a sequence with one table.
+    """
+    return pages if pages.ndim == 1 else pages[table]
 
 
 def find_token_slots(

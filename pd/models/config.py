@@ -7,16 +7,25 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from pd.core.errors import UnsupportedModelError, UsageError
 from pd.core.node_info import MAX_LAYERS, MODEL_PLANE, Plane
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pd.core.node_info import DType
 
 # Rows and columns of a block of weights that share a scale, and the inputs that do.
 BLOCK = 128
 # Inputs that share a scale in MXFP4.
 MX_BLOCK = 32
+# Name of the plane of the KV pool for layers with windows.
+WINDOW_PLANE = "windows"
+# Layers with windows get pages of their own only if their number and that of the other layers
+# differ by at most this part of the larger one, because each page has room for either.
+_MOST_UNEQUAL = 0.125
 
 
 @dataclass(frozen=True)
@@ -252,12 +261,53 @@ class ModelConfig:
         return bool(self.windows) or self.attention_sinks
 
     def make_plane(self, dtype: DType, scales: tuple[float, ...] | None = None) -> Plane:
-        """Make the plane of the KV pool for this model, with the heads of all ranks. ``scales`` are
+        """Make one plane of a KV pool for all layers, with the heads of all ranks. ``scales`` are
         those of :class:`pd.core.node_info.Plane`."""
         shape = self.num_layers, self.num_kv_heads, self.head_dim
         if self.latent is None:
             return Plane(MODEL_PLANE, *shape, dtype, scales=scales)
         return Plane(MODEL_PLANE, *shape, dtype, vectors=1, ranks="copied", scales=scales)
+
+    def make_planes(
+        self, dtype: DType, scales: tuple[float, ...] | None = None
+    ) -> tuple[Plane, ...]:
+        """Make the planes of a KV pool that frees pages when no window reaches them any more, if
+        :attr:`frees_windows`. ``scales`` as in :meth:`make_plane`."""
+        plane = self.make_plane(dtype, scales)
+        if not self.frees_windows:
+            return (plane,)
+        full, other = (
+            self._make_part(plane, [i for i, w in enumerate(self.windows) if (w > 0) is windowed])
+            for windowed in (False, True)
+        )
+        window = max(self.windows)
+        return full, msgspec.structs.replace(other, name=WINDOW_PLANE, group=1, window=window)
+
+    @staticmethod
+    def _make_part(plane: Plane, layers: Sequence[int]) -> Plane:
+        """Take some layers of a plane."""
+        scales = None
+        if plane.scales is not None:
+            scales = tuple(scale for layer in layers for scale in plane.get_scales(layer))
+        return msgspec.structs.replace(plane, num_layers=len(layers), scales=scales)
+
+    @property
+    def frees_windows(self) -> bool:
+        """Whether layers with windows have pages of their own: if there is one window, and about as
+        many layers without one."""
+        with_window = sum(map(bool, self.windows))
+        other = len(self.windows) - with_window
+        if len(set(self.windows) - {0}) != 1 or not other:
+            return False
+        return abs(with_window - other) <= _MOST_UNEQUAL * max(with_window, other)
+
+    @property
+    def pool_layers(self) -> tuple[int, ...]:
+        """Number that each layer has in the KV pool. Layers without windows come first."""
+        if not self.frees_windows:
+            return tuple(range(self.num_layers))
+        order = sorted(range(self.num_layers), key=lambda layer: self.windows[layer] > 0)
+        return tuple(sorted(range(self.num_layers), key=order.__getitem__))
 
     def count_weights(self, num_experts: float) -> float:
         """Count the weights of all layers' matrices with ``num_experts`` experts of each layer (1

@@ -289,7 +289,7 @@ class Attention(AttentionLayer):
             cos_sin,
             attention.pool.get_keys(self._layer),
             attention.pool.get_values(self._layer),
-            attention.slots,
+            attention.get_slots(self._layer),
             None if self.q_norm is None else self.q_norm.weight,
             None if self.k_norm is None else self.k_norm.weight,
             self._eps,

@@ -225,7 +225,7 @@ class Intake:
         # We never need the KV of the last generated token.
         needed = len(request.prompt) + (request.max_new_tokens - 1 if decodes else 0)
         memory = self._core.memory
-        pool = memory.num_pages * memory.page_size
+        pool = memory.num_tokens
         check_length(request, needed, self._core.engine.context_length, pool, self._role)
         if not (sends or decodes) and request.max_new_tokens > 1:
             raise InvalidRequestError("max_tokens is above 1, which needs a decode node")

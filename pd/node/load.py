@@ -40,6 +40,8 @@ def node_load(
     waiting = sum(len(each.prompt) for each in prefill.waiting if each.outgoing is None)
     if receiving is not None:
         waiting += receiving.queued_tokens
+    memory = core.memory
+    free = memory.num_available
     tokens, pairs = prefill.count_uncached()
     cost = core.costs.cost
     middle = int(pairs / tokens) if tokens else 0
@@ -54,7 +56,7 @@ def node_load(
         answering=beside.streams,
         awaits=receiving is not None and receiving.awaits_kv,
         context=int(streams.context),
-        free_tokens=max(0, core.memory.num_available * core.memory.page_size - waiting),
+        free_tokens=max(0, free // memory.num_tables * memory.page_size - waiting),
         chunk=core.config.chunked_prefill_size,
         prompt_share=scheduler.prompt_share.estimate_share(queue),
     )

@@ -118,7 +118,7 @@ class Commits:
         assert outgoing.reservation is not None
         cached, request = outgoing.reservation.cached, outgoing.request
         outgoing.digest = self._digests.start_digest(
-            request.sequence.pages, cached, len(request.prompt)
+            request.sequence.tables, cached, len(request.prompt)
         )
 
     def on_commit_ack(self, identity: bytes, message: CommitAck) -> None:

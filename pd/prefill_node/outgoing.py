@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pd.scheduling.metrics import TransferTimes
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from concurrent.futures import Future
 
     from pd.core.messages import Reservation
@@ -41,6 +43,8 @@ class PromptCost:
         pair_flops: operations per GPU for the attention of one token to one earlier token.
         extra_layers: layers of further planes, numbered after those of the model. They are computed
             last, and their operations count as none.
+        windows: see :class:`pd.models.config.ModelConfig`.
+        pool_layers: number of each of the model's layers in the pool; empty if they are the same.
     """
 
     num_layers: int
@@ -48,6 +52,8 @@ class PromptCost:
     token_flops: float
     pair_flops: float
     extra_layers: int = 0
+    windows: tuple[int, ...] = ()
+    pool_layers: tuple[int, ...] = ()
 
     @property
     def all_layers(self) -> int:
@@ -60,10 +66,34 @@ class PromptCost:
         The last layer counts as none, because hardly more than its K and V are computed. The result
         is therefore negative after all layers.
         """
-        pairs = (stop - start) * (stop + start) / 2
+        kinds = Counter(self.windows or (0,))
+        pairs = (
+            sum(count * _count_pairs(start, stop, window) for window, count in kinds.items())
+            / kinds.total()
+        )
         whole = (stop - start) * self.token_flops + pairs * self.pair_flops
         left = self.num_layers - 1 - min(layers_done, self.num_layers)
         return whole * left / self.num_layers
+
+    def find_pool_layers(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yield ranges of the pool's layers, which together are layers ``[start, stop)`` in the
+        order of computation."""
+        if not self.pool_layers:
+            yield start, stop
+            return
+        numbers = sorted(self.pool_layers[start : min(stop, self.num_layers)])
+        numbers += range(max(start, self.num_layers), stop)
+        first = 0
+        for index in range(1, len(numbers) + 1):
+            if index == len(numbers) or numbers[index] != numbers[index - 1] + 1:
+                yield numbers[first], numbers[index - 1] + 1
+                first = index
+
+
+def _count_pairs(start: int, stop: int, window: int) -> float:
+    """Count pairs of a token in ``[start, stop)`` and an earlier one that it sees."""
+    middle = min(max(window, start), stop) if window else stop
+    return (middle - start) * (middle + start) / 2 + (stop - middle) * window
 
 
 @dataclass(eq=False, slots=True)
@@ -109,11 +139,13 @@ class OutgoingRoom:
     def send_range(
         self, token_start: int, token_stop: int, layer_start: int, layer_stop: int
     ) -> None:
-        """Push KV from the pool, or queued on the current stream."""
+        """Push KV from the pool, or queued on the current stream. Layers are numbered in the order
+        of computation."""
         assert self.sender is not None
         if self.first_sent is None:
             self.first_sent = time.monotonic()
-        self.sender.send(token_start, token_stop, layer_start, layer_stop)
+        for first, stop in self.cost.find_pool_layers(layer_start, layer_stop):
+            self.sender.send(token_start, token_stop, first, stop)
 
     def push_until(self, stop: int) -> None:
         """Push the unsent KV of tokens before ``stop`` in all planes.

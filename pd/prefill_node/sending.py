@@ -35,6 +35,7 @@ from pd.scheduling.memory import LACKING_SECONDS
 from pd.scheduling.peer_table import PeerTable
 from pd.scheduling.request import RequestState
 from pd.scheduling.transfer_end import PromptSender
+from pd.scheduling.window_pages import find_first_kept
 from pd.transfer import contained
 from pd.util.warning_limit import WarningLimit
 
@@ -83,11 +84,13 @@ class SendingEnd(PromptSender):
         self._resume, self._forget = resume, forget
         model, layout = core.engine.model_config, core.engine.layout
         self._cost = PromptCost(
-            layout.model.num_layers,
+            model.num_layers,
             layout.token_bytes,
             model.token_flops / layout.tp_size,
             model.pair_flops / layout.tp_size,
-            layout.num_layers - layout.model.num_layers,
+            layout.num_layers - model.num_layers,
+            model.windows,
+            model.pool_layers,
         )
         self._patience = transfer.patience
         self._broken = WarningLimit(logger)
@@ -251,11 +254,15 @@ class SendingEnd(PromptSender):
 
     def _describe_invalid_cached(self, request: Request, cached: tuple[int, ...]) -> str:
         """Describe the error in a peer's numbers of cached tokens; empty if there is none."""
-        groups, length = self._core.engine.layout.num_groups, len(request.prompt)
-        if len(cached) != groups:
-            return f"cached tokens in {len(cached)} groups of planes; there are {groups}"
+        windows, length = self._core.engine.layout.group_windows, len(request.prompt)
+        if len(cached) != len(windows):
+            return f"cached tokens in {len(cached)} groups of planes; there are {len(windows)}"
         if not 0 <= min(cached) <= max(cached) <= length:
             return f"{', '.join(map(str, cached))} cached tokens of a prompt of {length}"
+        for held, window in zip(cached, windows, strict=True):
+            first = find_first_kept(length, window) if window else 0
+            if held < first:
+                return f"to need token {held} of a prompt of {length}; {first} is the first kept"
         return ""
 
     def will_leave(self, request: Request) -> bool:
@@ -306,7 +313,7 @@ class SendingEnd(PromptSender):
         ahead = outgoing.cost.remaining_flops(launched, len(request.prompt))
         with self._commits.contain_errors(request):
             outgoing.sender = self._transfer.sender(
-                request.peer, outgoing.reservation, sequence.pages, len(request.prompt)
+                request.peer, outgoing.reservation, sequence.tables, len(request.prompt)
             )
             if not outgoing.may_wait(sequence.num_computed - outgoing.pushed, ahead):
                 self._push_computed(outgoing)

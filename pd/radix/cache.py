@@ -10,7 +10,7 @@ from pd.radix.listener import PageRun
 from pd.radix.order import EvictionOrder
 from pd.radix.policies import LEASED_FLOOR, POLICY_KEYS, PROTECTED_FLOOR, PROTECTED_SHARE
 from pd.radix.prefix_hashes import HASH_BYTES, hash_namespace, hash_pages
-from pd.radix.tree_node import Edge, IntArray, TreeNode
+from pd.radix.tree_node import Edge, Int64Array, IntArray, TreeNode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -75,11 +75,12 @@ class RadixCache:
     Under every policy a leased prefix goes last, see :meth:`lease_prefix`.
     """
 
-    def __init__(self, page_size: int, *, policy: str = "lru") -> None:
+    def __init__(self, page_size: int, *, policy: str = "lru", num_windows: int = 0) -> None:
         """Create an empty cache.
 
         Args:
             page_size: tokens per page.
+            num_windows: numbers that the owner keeps for each page (:meth:`join_windows`).
 
         Raises:
             ValueError: the page size is below 1, or the policy is unknown.
@@ -91,6 +92,8 @@ class RadixCache:
             raise ValueError(f"unknown eviction policy {policy!r}; choose one of {known}")
         self.page_size = page_size
         self.policy = policy
+        self._num_windows = num_windows
+        self._dropped_windows: list[Int64Array] = []
         self.evictable_pages = 0
         self.locked_pages = 0
         self.leased_pages = 0
@@ -161,6 +164,35 @@ class RadixCache:
         """
         _, matched, _ = self._walk_tree(data, namespace)
         return matched // _INT32.itemsize
+
+    def join_windows(
+        self, tokens: IntArray, namespace: str = "", *, max_tokens: int | None = None
+    ) -> Int64Array:
+        """Return the owner's numbers of the pages that ``match_prefix`` would find, without any
+        effect: int64 ``[num_windows, pages]``. -1 stands for none."""
+        path, matched, _ = self._walk_tree(self._page_memory(tokens, max_tokens), namespace)
+        parts = [node.windows for node in path if node.windows is not None]
+        if not parts:
+            return np.empty((self._num_windows, 0), dtype=np.int64)
+        return np.concatenate(parts, axis=1)[:, : matched // self._page_bytes]
+
+    def iter_windows(self, handle: TreeNode, num_pages: int) -> Iterator[tuple[int, Int64Array]]:
+        """Iterate over the owner's numbers in a prefix of ``num_pages``, from its end on.
+
+        Yields:
+            number of the first page of a part, and the part, int64 ``[num_windows, pages]``. You
+            may write to it.
+        """
+        node: TreeNode | None = handle
+        while node is not None and node.windows is not None:
+            num_pages -= len(node.pages)
+            yield num_pages, node.windows
+            node = node.parent
+
+    def take_dropped_windows(self) -> list[Int64Array]:
+        """Return the owner's numbers in prefixes dropped since the last call."""
+        dropped, self._dropped_windows = self._dropped_windows, []
+        return dropped
 
     def find_path(self, tokens: IntArray, namespace: str = "") -> tuple[list[TreeNode], int]:
         """Return the nodes that a match would pass, root first, and the number of tokens that it
@@ -379,6 +411,9 @@ class RadixCache:
         upper.last_used = node.last_used
         upper.hits = node.hits
         upper.priority = node.priority
+        if node.windows is not None:
+            upper.windows = node.windows[:, :num_pages].copy()
+            node.windows = node.windows[:, num_pages:].copy()
         upper.hashes = node.hashes[: num_pages * HASH_BYTES]
         node.hashes = node.hashes[num_pages * HASH_BYTES :]
         parent.children[node.edge] = upper
@@ -395,6 +430,8 @@ class RadixCache:
         edge: Edge = (namespace, first_page) if parent is self._root else first_page
         leaf = TreeNode(parent, edge, key, pages)
         leaf.created = leaf.last_used = self._clock
+        if self._num_windows:
+            leaf.windows = np.full((self._num_windows, len(pages)), -1, dtype=np.int64)
         if self._listeners:
             last = parent.hashes[-HASH_BYTES:]
             leaf.hashes = hash_pages(last or hash_namespace(namespace), key, self._page_bytes)
@@ -412,6 +449,8 @@ class RadixCache:
         self._dequeue_leaf(leaf)
         del parent.children[leaf.edge]
         leaf.parent = None
+        if leaf.windows is not None:
+            self._dropped_windows.append(leaf.windows)
         if leaf.leases:
             self.leased_pages -= len(leaf.pages)
             for number in leaf.leases_here:

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 IntArray: TypeAlias = npt.NDArray[np.int32]
+Int64Array: TypeAlias = npt.NDArray[np.int64]
 
 Edge: TypeAlias = bytes | tuple[str, bytes]
 """The key of a child in its parent: the memory of the child's first page of tokens. The root's
@@ -37,6 +38,7 @@ class TreeNode:
         "pages",
         "parent",
         "priority",
+        "windows",
     )
 
     def __init__(self, parent: TreeNode | None, edge: Edge, key: bytes, pages: IntArray) -> None:
@@ -44,6 +46,9 @@ class TreeNode:
         self.edge = edge
         self.key = key
         self.pages = pages
+        # What the cache's owner knows about pages for sliding windows, int64 [windows, pages]; -1
+        # for a page without. None in a cache without windows.
+        self.windows: Int64Array | None = None
         # Joined hashes of the pages, if the cache has listeners.
         self.hashes = b""
         self.children: dict[Edge, TreeNode] = {}

@@ -16,6 +16,8 @@ from pd.speculative.costs import make_greedy_state
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import numpy.typing as npt
+
     from pd.core.config import NodeConfig
     from pd.engine.engine import Engine
     from pd.scheduling.cost_model import CostModel
@@ -142,12 +144,10 @@ def _run_step(engine: Engine, sample: _SampleStep) -> None:
     engine.sampler.launch_draws(engine.runner.forward(items), prepared).read_tokens()
 
 
-def _make_pages(
-    engine: Engine, index: int, tokens: int
-) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    """Make a page table. Sequences may share pages, but each writes to a last page of its own."""
+def _make_pages(engine: Engine, index: int, tokens: int) -> npt.NDArray[np.int32]:
+    """Make page tables. Sequences may share pages, but each writes to a last page of its own."""
     pool = engine.pool
     count = -(-tokens // pool.page_size)
     pages = (np.arange(count) + index * 7) % pool.num_pages
     pages[-1] = index % pool.num_pages
-    return pages.astype(np.int32)
+    return pool.repeat_table(pages.astype(np.int32))

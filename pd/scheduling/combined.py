@@ -54,7 +54,7 @@ class CombinedScheduler:
         self.slices: PromptSlices | None = None
         self.prompt_share = PromptShare()
         if core.costs is not None:
-            pool_tokens = core.memory.num_pages * core.memory.page_size
+            pool_tokens = core.memory.num_tokens
             most = core.config.chunked_prefill_size
             self.slices = PromptSlices(core.costs, most, pool_tokens)
 

@@ -22,9 +22,14 @@ from pd.util.warning_limit import WarningLimit
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
+    import numpy as np
+    import numpy.typing as npt
+
     from pd.core.messages import Finish, FirstToken
     from pd.scheduling.core import NodeCore
     from pd.scheduling.request import LaunchedWork, Request
+
+    IntArray = npt.NDArray[np.int32]
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +72,11 @@ class DecodeScheduler:
         return (self.running, self.waiting, self.retracted)
 
     @property
+    def _one_page_each(self) -> int:
+        """Number of pages that running sequences need for another page of tokens each."""
+        return len(self.running) * self._memory.num_tables
+
+    @property
     def needs_memory(self) -> bool:
         """Whether new requests must not take pages, because a sequence here waits for some."""
         return self.lacks_memory or bool(self.retracted)
@@ -82,7 +92,8 @@ class DecodeScheduler:
         if not others and not self.running and not self.waiting:
             return 0
         live = [*others, sequence, *self.running, *self.waiting, *self.retracted]
-        return self.reserve.count_growth(live, self._memory.page_size)
+        windows = () if self._memory.windows is None else self._memory.windows.windows
+        return self.reserve.count_growth(live, self._memory.page_size, windows)
 
     def iter_queued(self) -> Iterator[Sequence]:
         """Iterate over the sequences of the three queues."""
@@ -278,8 +289,8 @@ class DecodeScheduler:
             How many of these tokens have pages.
         """
         memory, sequence, stop = self._memory, work.sequence, work.max_stop
-        missing = memory.pages_for(stop + wanted) - len(sequence.pages)
-        if missing > 0 and missing + len(self.running) <= memory.num_available:
+        missing = memory.count_growth(sequence, stop + wanted)
+        if missing > 0 and missing + self._one_page_each <= memory.num_available:
             memory.grow_pages(sequence, stop + wanted)
         return min(wanted, len(sequence.pages) * memory.page_size - stop)
 
@@ -311,7 +322,7 @@ class DecodeScheduler:
         """
         if self.draft_tokens and not self._drafts_ahead and not self._lengths.is_resting:
             return False
-        if self.retracted or self._memory.num_available < len(self.running):
+        if self.retracted or self._memory.num_available < self._one_page_each:
             return False
         return all(
             work.is_decode
@@ -354,7 +365,9 @@ class DecodeScheduler:
         """
         for holder in [sequence for sequence in self.waiting if len(sequence.pages)]:
             running = len(self.running)
-            if running >= self._max_running or 0 < running >= self._memory.num_available:
+            if running >= self._max_running:
+                return
+            if 0 < self._one_page_each >= self._memory.num_available:
                 return
             self.waiting.remove(holder)
             self._run_sequence(holder)
@@ -371,13 +384,13 @@ class DecodeScheduler:
             return True
         memory, length = self._memory, sequence.num_tokens
         if (
-            memory.count_missing(sequence, length, length - 1) + len(self.running)
+            memory.count_missing(sequence, length, length - 1) + self._one_page_each
             > memory.num_available
         ):
             return False
         matched = memory.match_prefix(sequence, length - 1) // memory.page_size
-        missing = memory.pages_for(length) - matched
-        short = missing + len(self.running) > memory.num_available
+        missing = memory.count_growth(sequence, length)
+        short = missing + self._one_page_each > memory.num_available
         if short or not memory.grow_pages(sequence, length):
             memory.release_pages(sequence)
             return False
@@ -413,14 +426,17 @@ class DecodeScheduler:
         self.reserve.note_retracted()
         self._metrics.retractions.inc()
         count = self._memory.pages_for(sequence.num_computed)
+        tables = sequence.tables[..., :count]
         size = count * self._page_bytes
+        if tables.ndim > 1:
+            size = self._engine.pool.count_held_bytes(self._engine.layout, tables)
         if self._host_used + size <= self._host_limit:
-            self._save_kv(sequence, count)
+            self._save_kv(sequence, tables, size)
         self._memory.cache_tokens(sequence)
         self._memory.release_pages(sequence)
 
-    def _save_kv(self, sequence: Sequence, count: int) -> None:
-        """Copy the first ``count`` pages of a sequence to host memory.
+    def _save_kv(self, sequence: Sequence, tables: IntArray, size: int) -> None:
+        """Copy pages of a sequence, of this size, to host memory.
 
         If this fails, we compute the KV again later.
 
@@ -428,7 +444,7 @@ class DecodeScheduler:
             NodeFailedError: other ranks are gone.
         """
         try:
-            pages = self._engine.save_pages(sequence.pages[:count])
+            pages = self._engine.save_pages(tables)
         except NodeFailedError:
             raise
         except Exception as error:  # noqa: BLE001
@@ -437,8 +453,8 @@ class DecodeScheduler:
                 f"cannot save the KV of a retracted sequence: {error!r}"
             )
             return
-        sequence.host_kv = HostKV(sequence.num_computed, count, pages)
-        self._host_used += count * self._page_bytes
+        sequence.host_kv = HostKV(sequence.num_computed, tables.shape[-1], size, pages)
+        self._host_used += size
 
     def _restore_kv(self, sequence: Sequence, matched: int) -> None:
         """Write KV from host memory into a sequence's pages, except the first ``matched``.
@@ -452,7 +468,7 @@ class DecodeScheduler:
         if host is None or host.num_tokens <= sequence.num_computed:
             return
         try:
-            host.pages.restore_pages(sequence.pages[matched : host.num_pages], matched)
+            host.pages.restore_pages(sequence.tables[..., matched : host.num_pages])
         except NodeFailedError:
             raise
         except Exception as error:  # noqa: BLE001
@@ -462,10 +478,11 @@ class DecodeScheduler:
             )
             return
         sequence.num_computed = host.num_tokens
+        self._memory.drop_passed(sequence)
 
     def _drop_host_kv(self, sequence: Sequence) -> None:
         if sequence.host_kv is not None:
-            self._host_used -= sequence.host_kv.num_pages * self._page_bytes
+            self._host_used -= sequence.host_kv.num_bytes
             sequence.host_kv = None
 
     def process_step(self, works: list[Work]) -> None:
@@ -492,6 +509,7 @@ class DecodeScheduler:
                 self._discard_drafts(sequence, work)
             if sequence.launched_work is not None:
                 self._settle_next(sequence, work, sequence.launched_work)
+            self._memory.drop_passed(sequence)
         if self._drafts.drafts:
             self._metrics.speculation.observe_drafts(self._drafts)
 

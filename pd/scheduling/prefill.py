@@ -471,6 +471,7 @@ class PrefillScheduler:
                 continue
             sequence.num_computed = work.stop
             self._memory.cache_tokens(sequence)
+            self._memory.drop_passed(sequence)
             request.progress.logprobs += work.prompt_logprobs
             if work.stop == len(request.prompt):
                 self._memory.lease_prompt(request)

@@ -55,6 +55,8 @@ class RequestState(Enum):
 
 
 _NO_PAGES: IntArray = np.empty(0, dtype=np.int32)
+_NO_TABLES: IntArray = np.empty((0, 0), dtype=np.int32)
+_NO_TABLE_FLAGS: BoolArray = np.empty((0, 0), dtype=np.bool_)
 _NO_FLAGS: BoolArray = np.empty(0, dtype=np.bool_)
 
 
@@ -64,11 +66,13 @@ class HostKV(NamedTuple):
     Attributes:
         num_tokens: number of leading tokens whose KV is complete.
         num_pages: number of pages in ``pages``.
+        num_bytes: size of the copies of all ranks.
         pages: the copy, see :meth:`pd.engine.engine.Engine.save_pages`.
     """
 
     num_tokens: int
     num_pages: int
+    num_bytes: int
     pages: SavedPages
 
 
@@ -130,6 +134,11 @@ class Sequence:
         pages: page table, int32.
         owned: for each page, whether this sequence alone holds it. The radix tree holds the other
             pages, and ``handle`` keeps them there.
+        window_pages, window_owned: the same for each sliding window with pages of its own,
+            ``[windows, n]``, or ``[0, 0]`` without windows. A page given up is
+            :data:`pd.engine.page_allocator.NO_PAGE`.
+        window_begins: for each window, a number of leading pages that are known to be given up.
+        first_whole_page: pages before this one may lack tokens in windows.
         handle: locked end of the cached prefix in the radix tree, or None.
         launched_work: the last launched work of this sequence, or None once its step is accounted
             for. Until then the pages must not change owner.
@@ -147,6 +156,10 @@ class Sequence:
     num_computed: int = 0
     pages: IntArray = field(default_factory=lambda: _NO_PAGES)
     owned: BoolArray = field(default_factory=lambda: _NO_FLAGS)
+    window_pages: IntArray = field(default_factory=lambda: _NO_TABLES)
+    window_owned: BoolArray = field(default_factory=lambda: _NO_TABLE_FLAGS)
+    window_begins: tuple[int, ...] = ()
+    first_whole_page: int = 0
     handle: TreeNode | None = None
     launched_work: LaunchedWork | None = None
     is_finished: bool = False
@@ -163,6 +176,13 @@ class Sequence:
             self.tokens = grown
         self.tokens[self.num_tokens] = token
         self.num_tokens += 1
+
+    @property
+    def tables(self) -> IntArray:
+        """All page tables: int32 ``[n]``, or ``[tables, n]`` with windows."""
+        if not len(self.window_pages):
+            return self.pages
+        return np.concatenate((self.pages[None], self.window_pages))
 
     @property
     def num_output_tokens(self) -> int:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from collections.abc import Sequence as Several
 
     from pd.scheduling.request import Sequence
 
@@ -36,10 +37,20 @@ class DecodeReserve:
         """Note a retraction, which means memory ran out."""
         self.expected = min(self._limit, max(1.0, 2 * self.expected))
 
-    def count_growth(self, sequences: Iterable[Sequence], page_size: int) -> int:
-        """Count the pages we expect the sequences to take in addition."""
+    def count_growth(
+        self, sequences: Iterable[Sequence], page_size: int, windows: Several[int] = ()
+    ) -> int:
+        """Count the pages we expect the sequences to take in addition.
+
+        Args:
+            windows: sliding windows with pages of their own. A sequence gives up as many of them as
+                it takes, once they hold a window.
+        """
         pages = 0
         for sequence in sequences:
             goal = min(sequence.request.params.max_tokens, self.expected)
-            pages += -(-int(max(goal - sequence.num_output_tokens, 1)) // page_size)
+            growth = -(-int(max(goal - sequence.num_output_tokens, 1)) // page_size)
+            pages += growth
+            for window in windows:
+                pages += min(growth, 2 + window // page_size)
         return pages

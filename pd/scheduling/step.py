@@ -167,7 +167,7 @@ class Work:
         return ForwardItem(
             parts[0] if len(parts) == 1 else np.concatenate(parts),
             start,
-            sequence.pages,
+            sequence.tables,
             self.num_logits,
             tree,
             self.reread,

@@ -65,6 +65,10 @@ class _RehearsedSequence:
     next_draft: Draft | None = None
     carried_state: CarriedState | None = None
 
+    @property
+    def tables(self) -> IntArray:
+        return self.pages
+
 
 def measure_costs(
     engine: Engine, drafter: Drafter, config: NodeConfig, shape: DraftShape
@@ -121,7 +125,7 @@ def _run_step(engine: Engine, sequences: int, tokens: int) -> None:
     # Sequences may share pages, because we do not use the results.
     places = np.arange(sequences * per_sequence) % engine.pool.num_pages
     pages = places.astype(np.int32).reshape(sequences, per_sequence)
-    items = [ForwardItem(ids, 0, table, tokens) for table in pages]
+    items = [ForwardItem(ids, 0, engine.pool.repeat_table(table), tokens) for table in pages]
     draws = [Draw(make_greedy_state(engine))] * (sequences * tokens)
     prepared = engine.sampler.prepare_draws(draws)
     engine.sampler.launch_draws(engine.runner.forward(items), prepared).read_tokens()

@@ -48,6 +48,9 @@ class TokenSequence(Protocol):
     def request(self) -> RequestView: ...
 
     @property
+    def tables(self) -> IntArray: ...
+
+    @property
     def ids(self) -> IntArray: ...
 
 

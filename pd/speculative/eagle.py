@@ -248,10 +248,13 @@ class EagleDrafter(Drafter):
         ]
         # Other guesses move inside the pool's extra page.
         extra_slot = pool.num_pages * pool.page_size
-        slots = np.full((len(works), max(width, *sizes)), extra_slot, np.int64)
-        for row, work, stop, size in zip(slots, works, step.stops, sizes, strict=True):
+        tables = [np.atleast_2d(work.sequence.tables) for work in works]
+        shape = len(tables[0]), len(works), max(width, *sizes)
+        slots = np.full(shape, extra_slot, np.int64)
+        for index, (stop, size) in enumerate(zip(step.stops, sizes, strict=True)):
             places = np.arange(stop, stop + size)
-            row[:size] = find_token_slots(work.sequence.pages, places, pool.page_size)
+            for rows, table in zip(slots, tables[index], strict=True):
+                rows[index, :size] = find_token_slots(table, places, pool.page_size)
         there = to_device(slots, torch.int64, self._device)
         begins = torch.zeros_like(path[:, :1])
         if step.before is not None:
@@ -260,11 +263,12 @@ class EagleDrafter(Drafter):
         accepted, extra = path >= 0, torch.full_like(path, extra_slot)
 
         def slots_of(places: torch.Tensor) -> torch.Tensor:
-            last = there.shape[1] - 1
-            return torch.where(accepted, there.gather(1, (begins + places).clamp(0, last)), extra)
+            last = there.shape[2] - 1
+            index = (begins + places).clamp(0, last).expand(len(there), *path.shape)
+            return torch.where(accepted, there.gather(2, index), extra)
 
         source, to = slots_of(path), slots_of(torch.arange(width, device=self._device))
-        self._move_tokens(source.flatten(), to.flatten())
+        self._move_tokens(source.flatten(1), to.flatten(1))
 
     def catch_up(self) -> bool:
         """Wait for all drafts, because ended sequences keep their pages until then."""

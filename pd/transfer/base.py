@@ -205,7 +205,9 @@ class TransferManager(ABC):
         """P: check the arguments and open the sending side for a reservation of ``peer``.
 
         Args:
-            pages: int32 page table of the source, covering ``num_tokens`` tokens.
+            pages: int32 ``[n]``, page table of the source, covering ``num_tokens`` tokens. If the
+                pool has windows (:attr:`pd.core.node_info.KVLayout.windows`), int32
+                ``[tables, n]``, and ``planes[i].table`` says which of them a plane has.
 
         Raises:
             TransferError: the peer is not connected, or the reservation does not fit.
@@ -232,8 +234,8 @@ class TransferManager(ABC):
         """D: check the arguments and accept the missing part of a prompt into ``pages``.
 
         Args:
-            pages: int32 page table of the destination for the whole sequence. Entries below
-                ``min(cached) // page_size`` are never written.
+            pages: page table of the destination for the whole sequence, in the form of
+                :meth:`sender`. Entries below ``min(cached) // page_size`` are never written.
             cached: for each group of planes, the number of leading tokens already there. They are
                 never written in the planes of that group.
             num_tokens: length of the prompt.

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from pd.kernels.kv_copy import count_row_bytes, gather_parts, scatter_parts
-from pd.kernels.paging import count_needed_pages, find_token_slots
+from pd.kernels.paging import count_needed_pages, find_token_slots, select_table
 from pd.transfer.pool_shape import PoolShape
 
 if TYPE_CHECKING:
@@ -80,8 +80,8 @@ class Copier(ABC):
 
     @abstractmethod
     def make_table(self, pages: IntArray, num_tokens: int) -> Any:
-        """Convert a sequence's page table for the other methods, without waiting. Keep the result
-        for as long as copies use it."""
+        """Convert a sequence's page tables (:meth:`pd.transfer.base.TransferManager.sender`) for
+        the other methods, without waiting. Keep the result for as long as copies use it."""
 
     def make_view(self, buffer: torch.Tensor) -> Any:
         """Convert a buffer, uint8 ``[bytes]``, for the other methods."""
@@ -113,7 +113,7 @@ class HostCopier(Copier):
         super().__init__(PoolShape.from_pool(pool), planes)
 
     def make_table(self, pages: IntArray, num_tokens: int) -> npt.NDArray[np.int64]:
-        return pages[: count_needed_pages(num_tokens, self.shape.page_size)].astype(np.int64)
+        return pages[..., : count_needed_pages(num_tokens, self.shape.page_size)].astype(np.int64)
 
     def make_view(self, buffer: torch.Tensor) -> npt.NDArray[np.uint8]:
         return buffer.numpy()
@@ -136,7 +136,7 @@ class HostPlane(PlaneCopier):
     """
 
     def __init__(self, plane: KVPlane, page_size: int) -> None:
-        self._page_size, self._first = page_size, plane.first_layer
+        self._page_size, self._first, self._table = page_size, plane.first_layer, plane.table
         self._vectors, self._num_slots = plane.buffer.shape[1:3]
         self._row_bytes = count_row_bytes(plane.buffer)
         self._bytes = plane.buffer.view(-1).view(torch.uint8).numpy()
@@ -163,7 +163,7 @@ class HostPlane(PlaneCopier):
     ) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]:
         """Return the plane in units of one memory copy each, and the indices of the block's units.
         A unit has as many tokens as divide the block and the pages."""
-        size = self._page_size
+        size, pages = self._page_size, select_table(pages, self._table)
         unit = math.gcd(block.token_start, block.token_stop, size, self._num_slots)
         if unit == size:
             units = pages[block.token_start // size : block.token_stop // size]
@@ -212,7 +212,8 @@ class HostPartsPlane(PlaneCopier):
         self, pages: npt.NDArray[np.int64], block: Block, buffer: npt.NDArray[np.uint8]
     ) -> tuple[torch.Tensor, int, int, torch.Tensor]:
         tokens = np.arange(block.token_start, block.token_stop)
-        slots = find_token_slots(pages, tokens, self._page_size)
+        table = select_table(pages, self._plane.table)
+        slots = find_token_slots(table, tokens, self._page_size)
         packed = torch.from_numpy(buffer[: block.cells * self._cell_bytes])
         first = self._plane.first_layer
         return torch.from_numpy(slots), block.layer_start - first, block.layer_stop - first, packed

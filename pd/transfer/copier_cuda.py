@@ -53,7 +53,7 @@ class _CopyEvent(CopyTicket):
 
 
 class _Table:
-    """The slot of each token, int32, on the device."""
+    """The slot of each token in each page table, int32, on the device."""
 
     def __init__(self, slots: npt.NDArray[np.int32], stream: torch.cuda.Stream) -> None:
         host = torch.from_numpy(slots).pin_memory()
@@ -62,10 +62,10 @@ class _Table:
             self._slots = host.to(stream.device, non_blocking=True)
             self._ready.record(stream)
 
-    def find_slots(self, block: Block, stream: torch.cuda.Stream) -> torch.Tensor:
-        """Return the slots of a block's tokens for later work on ``stream``."""
+    def find_slots(self, block: Block, table: int, stream: torch.cuda.Stream) -> torch.Tensor:
+        """Return the slots of a block's tokens in a page table for later work on ``stream``."""
         stream.wait_event(self._ready)
-        return self._slots[block.token_start : block.token_stop]
+        return self._slots[table, block.token_start : block.token_stop]
 
 
 class _CopyStream:
@@ -102,8 +102,11 @@ class CudaCopier(Copier):
         self._warm_up(planes)
 
     def make_table(self, pages: IntArray, num_tokens: int) -> _Table:
-        slots = find_token_slots(pages, np.arange(num_tokens), self.shape.page_size)
-        return _Table(slots.astype(np.int32), self._tables)
+        tokens = np.arange(num_tokens)
+        slots = [
+            find_token_slots(table, tokens, self.shape.page_size) for table in np.atleast_2d(pages)
+        ]
+        return _Table(np.stack(slots).astype(np.int32), self._tables)
 
     def make_buffers(self, count: int, size: int, *, on_device: bool) -> torch.Tensor:
         if on_device:
@@ -117,7 +120,8 @@ class CudaCopier(Copier):
         """Compile the kernels now, because the first room cannot wait for the compiler. We use
         small planes, because the node may be computing already."""
         tokens = 16
-        table = _Table(np.arange(tokens, dtype=np.int32), self._tables)
+        slots = np.arange(tokens, dtype=np.int32)
+        table = _Table(np.stack([slots] * self.shape.num_tables), self._tables)
         size = tokens * self.shape.max_cell_bytes
         buffer = self.make_buffers(1, size, on_device=True)[0]
         for plane in planes:
@@ -136,7 +140,7 @@ class CudaPlane(PlaneCopier):
     """
 
     def __init__(self, plane: KVPlane, outward: _CopyStream, inward: _CopyStream) -> None:
-        self.first_layer = plane.first_layer
+        self.first_layer, self._table = plane.first_layer, plane.table
         self._buffer, self._parts = plane.buffer, plane.parts
         self._targets = list_targets(plane)
         self._device = plane.buffer.device
@@ -157,7 +161,7 @@ class CudaPlane(PlaneCopier):
     def gather_block(self, table: _Table, block: Block, buffer: torch.Tensor) -> CopyTicket:
         lane = self._out
         with torch.cuda.device(self._device), torch.cuda.stream(lane.stream):
-            slots = table.find_slots(block, lane.stream)
+            slots = table.find_slots(block, self._table, lane.stream)
             size = block.cells * self._cell_bytes
             target = buffer[:size] if buffer.is_cuda else lane.get_memory(size)
             layers = self._local_layers(block)
@@ -172,7 +176,7 @@ class CudaPlane(PlaneCopier):
     def scatter_block(self, table: _Table, block: Block, buffer: torch.Tensor) -> CopyTicket:
         lane = self._in
         with torch.cuda.device(self._device), torch.cuda.stream(lane.stream):
-            slots = table.find_slots(block, lane.stream)
+            slots = table.find_slots(block, self._table, lane.stream)
             size = block.cells * self._cell_bytes
             source = buffer[:size]
             if not buffer.is_cuda:

@@ -23,6 +23,7 @@ class KVPlane(Protocol):
         buffer: contiguous tensor ``[num_layers, vectors, num_slots, num_heads, head_dim]``; the
             vectors are K then V, or just one. Token t of a sequence with page table ``pages`` lies
             in slot ``pages[t // page_size] * page_size + t % page_size``.
+        table: number of that page table, if a sequence has several.
         first_layer: number of its first layer, counted through all planes.
         parts: address of each tensor-parallel rank's buffer, as mapped in this process. Each has
             the shape of ``buffer``, the first of them. Only copies between pages and staging
@@ -36,6 +37,7 @@ class KVPlane(Protocol):
     buffer: torch.Tensor
     parts: Sequence[int]
     copies: Sequence[Sequence[int]]
+    table: int
 
 
 class KVBuffer(Protocol):

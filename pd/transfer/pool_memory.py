@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from pd.kernels.kv_copy import count_row_bytes
-from pd.kernels.paging import find_token_slots
+from pd.kernels.paging import find_token_slots, select_table
 from pd.transfer.pool_shape import PoolShape
 from pd.transfer.ranges import find_slot_runs
 
@@ -107,6 +107,7 @@ class PlaneMemory:
     Attributes:
         vectors: vectors of one token in one layer.
         width: bytes of one vector, with all heads.
+        table: number of the page table of its tokens.
         num_slots: slots of a layer.
     """
 
@@ -114,7 +115,7 @@ class PlaneMemory:
         buffer = plane.buffer
         num_layers, self.vectors, self.num_slots = buffer.shape[:3]
         width = count_row_bytes(buffer)
-        self.width = width * len(plane.parts)
+        self.width, self.table = width * len(plane.parts), plane.table
         flat = buffer.view(-1).view(torch.uint8)
         self._rows = flat.view(num_layers, self.vectors, self.num_slots, width)
         self._layer_bytes = self.vectors * self.num_slots * self.width
@@ -155,7 +156,8 @@ class PoolMemory:
         """Return a copy of the block's bytes."""
         layers = self.plane_of(block).view_layers(block.layer_start, block.layer_stop)
         tokens = np.arange(block.token_start, block.token_stop)
-        slots = find_token_slots(pages, tokens, self.shape.page_size)
+        table = select_table(pages, self.shape.plane_of(block).table)
+        slots = find_token_slots(table, tokens, self.shape.page_size)
         index = torch.from_numpy(slots).to(layers.device)
         return bytearray(layers.index_select(2, index).cpu().numpy().tobytes())
 
@@ -214,7 +216,8 @@ class InPlace:
         self, plane: PlaneMemory, token_start: int, token_stop: int, num_layers: int
     ) -> _Plan:
         page_size = self._memory.shape.page_size
-        starts, stops = find_slot_runs(self._pages, page_size, token_start, token_stop)
+        table = select_table(self._pages, plane.table)
+        starts, stops = find_slot_runs(table, page_size, token_start, token_stop)
         slabs = np.arange(plane.vectors * num_layers) * plane.num_slots
         offsets = (slabs[:, None] + starts[None, :]).ravel() * plane.width
         lengths = np.tile((stops - starts) * plane.width, len(slabs))

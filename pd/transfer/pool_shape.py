@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pd.kernels.kv_copy import count_row_bytes
+from pd.kernels.paging import select_table
 from pd.transfer.ranges import Block, check_pages
 
 if TYPE_CHECKING:
@@ -21,12 +22,14 @@ class PlaneShape:
         layers: its layers, numbered through all planes.
         cell_bytes: size of one token's vectors in one layer, with all heads.
         group: number of its group; planes of one group are cached together.
+        table: number of the page table that says where its tokens are.
     """
 
     index: int
     layers: range
     cell_bytes: int
     group: int = 0
+    table: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +62,14 @@ class PoolShape:
         num_slots: slots of each layer.
         planes: in the order in which their layers are numbered.
         num_layers: layers of all planes.
+        num_tables: page tables of a sequence.
         max_cell_bytes: size of the largest cell.
     """
 
     def __init__(self, page_size: int, num_slots: int, planes: tuple[PlaneShape, ...]) -> None:
         self.page_size, self.num_slots, self.planes = page_size, num_slots, planes
         self.num_layers = planes[-1].layers.stop
+        self.num_tables = 1 + max(plane.table for plane in planes)
         self.max_cell_bytes = max(plane.cell_bytes for plane in planes)
         self._of_layer = tuple(plane for plane in planes for _ in plane.layers)
 
@@ -82,7 +87,7 @@ class PoolShape:
                 raise ValueError(f"a plane is one contiguous 5-D tensor, not {tuple(buffer.shape)}")
             layers = range(first, first + buffer.shape[0])
             cell_bytes = buffer.shape[1] * count_row_bytes(buffer) * len(plane.parts)
-            planes.append(PlaneShape(index, layers, cell_bytes, plane.spec.group))
+            planes.append(PlaneShape(index, layers, cell_bytes, plane.spec.group, plane.table))
         return cls(pool.layout.page_size, pool.planes[0].buffer.shape[2], tuple(planes))
 
     def __str__(self) -> str:
@@ -129,8 +134,19 @@ class PoolShape:
         return MissingTokens(tuple(cached), num_tokens)
 
     def check_pages(self, pages: IntArray, tokens: MissingTokens) -> None:
-        """Raise ValueError unless a page table covers the tokens and lies inside the pool."""
-        check_pages(pages, self.page_size, self.num_slots, tokens.start, tokens.stop)
+        """Raise ValueError unless page tables cover the tokens and lie inside the pool."""
+        self.check_peer_pages(pages, self.page_size, self.num_slots, tokens)
+
+    def check_peer_pages(
+        self, pages: IntArray, page_size: int, num_slots: int, tokens: MissingTokens
+    ) -> None:
+        """Do :meth:`check_pages` for a pool with other pages of the same planes."""
+        if self.num_tables != (1 if pages.ndim == 1 else len(pages)):
+            raise ValueError(f"page tables of shape {pages.shape}; there are {self.num_tables}")
+        for plane in self.planes:
+            missing = tokens.of_group(plane.group)
+            table = select_table(pages, plane.table)
+            check_pages(table, page_size, num_slots, missing.start, missing.stop)
 
     def make_blocks(
         self,

@@ -35,6 +35,14 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("mixtral", {"sliding_window": 7}),
     "one token": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 1}),
     "sinks and experts with biases": ("gpt_oss", {}),
+    "as many layers with a window as without": (
+        "gpt_oss",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "sliding_window": 12,
+        },
+    ),
     "sinks in every layer": (
         "gpt_oss",
         {
@@ -79,6 +87,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 PAGE_SIZES = [(1, 16), (16, 64), (64, 1)]
 SAMPLE = {
+    "as many layers with a window as without": (1, 16),
     "the last layer": (16, 64),
     "listed layers": (64, 1),
     "sinks and experts with biases": (16, 64),
@@ -127,3 +136,62 @@ def test_tokens_equal_transformers(
             assert turn == 0 or sum(request.cached_tokens or 0 for request in sent) > 0
         cluster.wait_idle()
         assert counter(cluster.decode[0], "pd_speculative_drafted_total") > 0
+
+
+ALTERNATING = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 12,
+}
+
+
+@pytest.mark.parametrize(
+    ("pages", "settings"),
+    [
+        ((16, 4), {"kv_digest": True}),
+        pytest.param((1, 16), {"kv_digest": True}, marks=pytest.mark.full),
+        pytest.param((64, 16), {"kv_cache_dtype": "fp8_e4m3"}, marks=pytest.mark.full),
+        pytest.param((4, 64), {"overlap_schedule": "on"}, marks=pytest.mark.full),
+    ],
+)
+def test_pages_that_windows_give_up_are_neither_read_nor_sent(
+    pages: tuple[int, int], settings: dict[str, Any], tmp_path: Path, seed: int
+) -> None:
+    model = make_checkpoint("gpt_oss", tmp_path, **ALTERNATING)
+    prompts = list(random_prompts(seed, [500, 420, 37, 460]))
+    # Branches inside of a prompt, and a prompt that goes on.
+    prompts += [prompts[0][:300] + prompts[2], prompts[1] + prompts[2]]
+    with Cluster(
+        model,
+        unified=1,
+        chunked_prefill_size=48,
+        kv_cache_tokens=1280,
+        reserved_decode_tokens=1,
+        prefill_settings={"page_size": pages[0]},
+        decode_settings={"page_size": pages[1]},
+        **settings,
+    ) as cluster:
+        token_bytes = cluster.decode[0].node.core.engine.layout.token_bytes
+        for turn in range(2):
+            sent = [
+                cluster.client.generate(p, where, max_tokens=70, n=2 if i == 2 else 1)
+                for i, p in enumerate(prompts)
+                for where in (cluster.pair, cluster.unified)
+            ]
+            for i, request in enumerate(sent):
+                # KV in fp8 is not transformers', but all nodes have the same.
+                if "kv_cache_dtype" in settings:
+                    assert request.result(90) == sent[i - i % 2].result(90), (seed, i)
+                    continue
+                for tokens in request.result(90):
+                    assert is_greedy(model, prompts[i // 2], tokens), (seed, i)
+            first = sent[0].transferred_bytes
+            if turn == 0:
+                # Half of the layers send the last tokens only.
+                assert first is not None and first < 0.65 * 500 * token_bytes
+            else:
+                assert sum(request.cached_tokens or 0 for request in sent) > 0
+        cluster.wait_idle()
+        # Large pages are reserved ahead.
+        retracted = any(counter(node, "pd_retractions_total") for node in cluster.nodes)
+        assert retracted or pages[1] > 4

@@ -53,15 +53,16 @@ class Prompt(SimpleNamespace):
             flops_per_byte=pace,
         )
         self.sequence = SimpleNamespace(
-            request=self, num_computed=0, pages=None, launched_work=None
+            request=self, num_computed=0, tables=None, launched_work=None
         )
 
     def send(self, token_start: int, token_stop: int, layer_start: int, layer_stop: int) -> None:
         assert not self.finished
         if self.node.is_beside:
             assert token_stop <= self.sequence.num_computed, "not yet known to be complete"
+        last = max(map(self.node.find_place, range(layer_start, layer_stop)))
         for token in range(token_start, token_stop):
-            assert self.queued[token] >= layer_stop, f"token {token} is not computed"
+            assert self.queued[token] > last, f"token {token} is not computed"
             cells = {(token, layer) for layer in range(layer_start, layer_stop)}
             assert not cells & self.sent, f"token {token} is sent twice"
             self.sent |= cells
@@ -101,10 +102,18 @@ class Node:
             num_layers=LAYERS + extra,
             token_bytes=1,
             tp_size=1,
-            num_groups=1,
-            model=SimpleNamespace(num_layers=LAYERS),
+            group_windows=(0,),
         )
-        model = SimpleNamespace(token_flops=flops, pair_flops=rng.choice([0.0, 0.1]) * flops)
+        # Layers may be computed in another order than they have in the pool.
+        alternating = [layer // 2 + layer % 2 * LAYERS // 2 for layer in range(LAYERS)]
+        self.order = rng.choice([list(range(LAYERS)), alternating])
+        model = SimpleNamespace(
+            num_layers=LAYERS,
+            token_flops=flops,
+            pair_flops=rng.choice([0.0, 0.1]) * flops,
+            windows=(),
+            pool_layers=tuple(self.order),
+        )
         events = SimpleNamespace(event=threading.RLock, lock=threading.RLock())
         core: Any = SimpleNamespace(
             engine=SimpleNamespace(layout=layout, model_config=model, use_side_stream=self.beside),
@@ -133,6 +142,10 @@ class Node:
             late = self.ticks >= prompt.reserved_at and self.rng.random() < 0.5
             if late and prompt.outgoing.reservation is None:
                 self.reserve(prompt)
+
+    def find_place(self, layer: int) -> int:
+        """Return how many layers are computed before a layer of the pool."""
+        return self.order.index(layer) if layer < LAYERS else layer
 
     def reserve(self, prompt: Any) -> None:
         reservation: Any = SimpleNamespace(prompt=prompt, cached=(prompt.cached_by_d,))

@@ -436,11 +436,13 @@ def test_the_nodes_pool_leaves_room_for_them(monkeypatch: pytest.MonkeyPatch) ->
     assert beside == ExtraMemory(page, 12_345)
     asked = []
 
-    def num_pages(_: Any, page_bytes: int, device: torch.device, needs: Footprint) -> int:
+    def num_pages(
+        _: Any, page_bytes: int, device: torch.device, needs: Footprint, tables: int
+    ) -> int:
         asked.append((page_bytes, needs))
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (100 * page_bytes, 1 << 20))
         gpu = replace(settings, mem_fraction=1.0)
-        return sized(gpu, page_bytes, torch.device("cuda"), needs)
+        return sized(gpu, page_bytes, torch.device("cuda"), needs, tables)
 
     sized = engine._choose_num_pages
     monkeypatch.setattr(engine, "_choose_num_pages", num_pages)

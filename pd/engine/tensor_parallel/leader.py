@@ -27,6 +27,7 @@ from pd.engine.tensor_parallel.messages import (
     ForwardStep,
     Joining,
     MoveTokens,
+    PackedTables,
     PageCapacity,
     RankChannel,
     RankFailed,
@@ -34,7 +35,6 @@ from pd.engine.tensor_parallel.messages import (
     RestorePages,
     SavePages,
     StartWorker,
-    pack_ints,
 )
 from pd.kernels.cuda_ipc import CudaIpc
 from pd.util.children import hold_signals, module_command
@@ -253,18 +253,18 @@ class Leader:
         Raises:
             NodeFailedError: a worker has ended.
         """
-        self._send_to_all(MoveTokens(len(to)))
+        self._send_to_all(MoveTokens(*to.shape))
         self.group.broadcast(torch.stack((source, to)))
 
     def save_pages(self, pages: IntArray) -> int:
         """Tell the workers to copy pages to host memory. Returns the key of the copies."""
         key = next(self._keys)
-        self._send_to_all(SavePages(key, pack_ints(pages)))
+        self._send_to_all(SavePages(key, PackedTables.pack_tables(pages)))
         return key
 
-    def restore_pages(self, key: int, pages: IntArray, first: int) -> None:
-        """Tell the workers to write these copies, from page ``first`` on, into ``pages``."""
-        self._send_to_all(RestorePages(key, pack_ints(pages), first))
+    def restore_pages(self, key: int, pages: IntArray) -> None:
+        """Tell the workers to write the last pages of these copies into ``pages``."""
+        self._send_to_all(RestorePages(key, PackedTables.pack_tables(pages)))
 
     def forget_pages(self, key: int) -> None:
         """Tell the workers, with the next message, to drop these copies. Any thread may call this,

@@ -71,12 +71,28 @@ class RankFailed(msgspec.Struct, tag=True):
     reason: str
 
 
+class PackedTables(msgspec.Struct):
+    """Page tables of a sequence: int32 ``[tables, n]``, or ``[n]`` if ``tables`` is 0."""
+
+    pages: bytes
+    tables: int
+
+    @classmethod
+    def pack_tables(cls, pages: npt.NDArray[np.int32]) -> PackedTables:
+        return cls(pack_ints(pages), len(pages) if pages.ndim > 1 else 0)
+
+    def unpack_tables(self) -> npt.NDArray[np.int32]:
+        pages = unpack_ints(self.pages)
+        return pages.reshape(self.tables, -1) if self.tables else pages
+
+
 class ForwardStep(msgspec.Struct, tag=True):
     """A forward pass, for all workers. Numbers are int32 arrays as bytes.
 
     Attributes:
         starts, lengths, num_logits: of each item.
-        num_pages: size of each item's page table.
+        num_pages: size of each item's page tables.
+        num_tables: number of each item's page tables, or 0 if they have one dimension.
         num_tree: size of each item's tree, or -1 for None.
         reread: 0 or 1 for each item.
         token_ids, pages, trees: of all items, one item after the other.
@@ -92,6 +108,7 @@ class ForwardStep(msgspec.Struct, tag=True):
     reread: bytes
     token_ids: bytes
     pages: bytes
+    num_tables: int
     trees: bytes
     num_previous: int
 
@@ -101,25 +118,27 @@ class ForwardStep(msgspec.Struct, tag=True):
     ) -> ForwardStep:
         """Pack a step, with the part of the page tables that it touches."""
         tables = [
-            item.pages[: count_needed_pages(item.start + len(item.token_ids), page_size)]
+            item.pages[..., : count_needed_pages(item.start + len(item.token_ids), page_size)]
             for item in items
         ]
         return cls(
             pack_ints([item.start for item in items]),
             pack_ints([len(item.token_ids) for item in items]),
             pack_ints([item.num_logits for item in items]),
-            pack_ints([len(table) for table in tables]),
+            pack_ints([table.shape[-1] for table in tables]),
             pack_ints([-1 if item.tree is None else item.tree.size for item in items]),
             pack_ints([item.reread for item in items]),
             pack_ints(np.concatenate([item.token_ids for item in items])),
-            pack_ints(np.concatenate(tables)),
+            pack_ints(np.concatenate(tables, axis=-1)),
+            len(tables[0]) if tables[0].ndim > 1 else 0,
             b"".join(pack_ints(item.tree.parents) for item in items if item.tree is not None),
             num_previous,
         )
 
     def unpack_items(self) -> list[ForwardItem]:
         """Unpack the items. Only rank 0 needs their carried states, so these are not packed."""
-        token_ids, pages = unpack_ints(self.token_ids), unpack_ints(self.pages)
+        token_ids = unpack_ints(self.token_ids)
+        pages = PackedTables(self.pages, self.num_tables).unpack_tables()
         lengths, num_pages = unpack_ints(self.lengths), unpack_ints(self.num_pages)
         token_ends, page_ends = np.cumsum(lengths).tolist(), np.cumsum(num_pages).tolist()
         trees, num_tree = unpack_ints(self.trees), unpack_ints(self.num_tree)
@@ -140,16 +159,22 @@ class ForwardStep(msgspec.Struct, tag=True):
         )
         return [
             ForwardItem(
-                token_ids[t - length : t], start, pages[p - count : p], logits, tree, bool(reread)
+                token_ids[t - length : t],
+                start,
+                pages[..., p - count : p],
+                logits,
+                tree,
+                bool(reread),
             )
             for start, length, t, count, p, logits, tree, reread in rows
         ]
 
 
 class MoveTokens(msgspec.Struct, tag=True):
-    """Tells all workers to move KV of tokens: rank 0 broadcasts ``count`` slots to read and
-    ``count`` slots to write."""
+    """Tells all workers to move KV of tokens: for each page table, rank 0 broadcasts ``count``
+    slots to read and as many to write."""
 
+    tables: int
     count: int
 
 
@@ -157,15 +182,14 @@ class SavePages(msgspec.Struct, tag=True):
     """Tells all workers to copy pages to host memory."""
 
     key: int
-    pages: bytes
+    pages: PackedTables
 
 
 class RestorePages(msgspec.Struct, tag=True):
-    """Tells all workers to write saved pages, from the saved page ``first`` on, into ``pages``."""
+    """Tells all workers to write the last saved pages into ``pages``."""
 
     key: int
-    pages: bytes
-    first: int
+    pages: PackedTables
 
 
 class ForgetPages(msgspec.Struct, tag=True):

@@ -37,7 +37,6 @@ from pd.engine.tensor_parallel.messages import (
     RestorePages,
     SavePages,
     StartWorker,
-    unpack_ints,
 )
 from pd.kernels.cuda_ipc import CudaIpc
 from pd.util.children import ignore_ending_signals
@@ -116,14 +115,14 @@ def _serve_steps(channel: RankChannel) -> None:
         if isinstance(message, ForwardStep):
             _compute_step(engine, group, device, message)
         elif isinstance(message, MoveTokens):
-            slots = torch.empty(2, message.count, dtype=torch.int64, device=device)
+            shape = 2, message.tables, message.count
+            slots = torch.empty(shape, dtype=torch.int64, device=device)
             group.broadcast(slots)
             engine.runner.move_tokens(slots[0], slots[1])
         elif isinstance(message, SavePages):
-            saved[message.key] = engine.pool.gather_pages(unpack_ints(message.pages))
+            saved[message.key] = engine.pool.gather_pages(message.pages.unpack_tables())
         elif isinstance(message, RestorePages):
-            copies = [host[:, :, message.first :] for host in saved[message.key]]
-            engine.pool.scatter_pages(unpack_ints(message.pages), copies)
+            engine.pool.scatter_pages(message.pages.unpack_tables(), saved[message.key])
         else:
             assert isinstance(message, ForgetPages)
             del saved[message.key]

@@ -71,7 +71,8 @@ class AttentionBatch:
         starts: number of tokens of each sequence with KV in the pool; int64 ``[sequences]``.
         lengths: number of new tokens of each sequence, at least 1; int64 ``[sequences]``.
         pages: page table of each sequence, int32, covering at least ``starts[i] + lengths[i]``
-            tokens.
+            tokens. For :class:`~pd.kernels.attention.tables.TablesAttention` it is int32
+            ``[tables, n]``.
         trees: visibility among the new tokens of each sequence, bool ``[lengths[i], lengths[i]]``:
             column b of row a is set if token a sees token b, either a itself or a token before it.
             A tree has at most :data:`~pd.kernels.attention.trees.MAX_TREE` tokens. None for a
@@ -116,6 +117,15 @@ class PlannedAttention(ABC):
     pool: PagedKV
     slots: torch.Tensor
     last: PlannedAttention | None = None
+
+    def get_slots(self, layer: int) -> torch.Tensor:
+        """Return the slots of the new tokens in a layer. They are :attr:`slots`, unless sequences
+        have several page tables."""
+        return self.slots
+
+    def list_slots(self) -> list[torch.Tensor]:
+        """List the slots of the new tokens in each page table."""
+        return [self.slots]
 
     @abstractmethod
     def attend(

@@ -71,5 +71,5 @@ class UnseenReceiver(Receiver):
 
 
 def encode_pages(pages: IntArray, tokens: MissingTokens, page_size: int) -> bytes:
-    """Encode the page table up to the last token, little-endian int32."""
-    return pages[: count_needed_pages(tokens.stop, page_size)].astype("<i4").tobytes()
+    """Encode the page tables up to the last token, one after the other, little-endian int32."""
+    return pages[..., : count_needed_pages(tokens.stop, page_size)].astype("<i4").tobytes()

@@ -45,7 +45,7 @@ class FakeDestination(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         key: permits this peer to write. Invalid after the peer is disconnected.
-        pages: little-endian int32 page table of the whole sequence.
+        pages: little-endian int32 page tables of the whole sequence, one after the other.
     """
 
     key: int

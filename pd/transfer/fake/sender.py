@@ -57,8 +57,9 @@ class FakeSender(QueuedSender[ScriptedLink]):
     ) -> None:
         super().__init__(link, memory.shape, computed.call_when_done, reservation, tokens)
         self.ordinal = ordinal
-        self.destination = parse_destination(reservation, tokens)
-        self._targets = np.frombuffer(self.destination.pages, dtype="<i4")
+        tables = memory.shape.num_tables
+        self.destination = parse_destination(reservation, tokens, tables)
+        self._targets = np.frombuffer(self.destination.pages, dtype="<i4").reshape(tables, -1)
         self._memory = memory
         self._pages = pages.copy()
         self.num_writes = 0
@@ -90,7 +91,8 @@ class FakeSender(QueuedSender[ScriptedLink]):
     def encode_slots(self, block: Block) -> bytes:
         """Return the slots of the block's tokens in the peer's pool, little-endian int32."""
         tokens = np.arange(block.token_start, block.token_stop)
-        slots = find_token_slots(self._targets, tokens, self.destination.page_size)
+        table = self._targets[self._shape.plane_of(block).table]
+        slots = find_token_slots(table, tokens, self.destination.page_size)
         return slots.astype("<i4").tobytes()
 
     # ---- with the lock
@@ -99,15 +101,18 @@ class FakeSender(QueuedSender[ScriptedLink]):
         return block.split(max(1, _WRITE_BYTES // self._shape.plane_of(block).cell_bytes))
 
 
-def parse_destination(reservation: Reservation, tokens: MissingTokens) -> FakeDestination:
-    """Decode a destination. Raises TransferError unless it is one for these tokens."""
+def parse_destination(
+    reservation: Reservation, tokens: MissingTokens, tables: int = 1
+) -> FakeDestination:
+    """Decode a destination. Raises TransferError unless it is one for these tokens, in so many page
+    tables."""
     try:
         found = _destination_decoder.decode(reservation.destination)
     except msgspec.DecodeError as error:
         raise TransferError(f"{reservation.sender} sent a bad destination: {error}") from error
     pages = count_needed_pages(tokens.stop, found.page_size) if found.page_size > 0 else -1
     fits = (found.token_start, found.token_stop) == (tokens.start, tokens.stop)
-    if not fits or len(found.pages) != 4 * pages:
+    if not fits or len(found.pages) != 4 * pages * tables:
         raise TransferError(
             f"{reservation.sender} reserved tokens [{found.token_start}, {found.token_stop}) on "
             f"{len(found.pages) // 4} pages of {found.page_size}; those sent "

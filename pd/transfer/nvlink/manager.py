@@ -40,12 +40,12 @@ import numpy as np
 from pd.core.errors import TransferError
 from pd.core.node_info import plane_differences
 from pd.core.transfer_choice import nvlink_obstacle
-from pd.kernels.paging import find_token_slots
 from pd.transfer.base import Receiver, Sender, TransferManager
 from pd.transfer.nvlink.device import CudaDevice
 from pd.transfer.nvlink.link import NvlinkLink
 from pd.transfer.nvlink.messages import (
     PeerPool,
+    find_slots,
     parse_destination,
     welcome_decoder,
 )
@@ -167,14 +167,14 @@ class NvlinkManager(TransferManager):
                 f"{peer} reserved tokens [{reserved[0]}, {reserved[1]}), "
                 f"not [{tokens.start}, {tokens.stop})"
             )
-        own = find_token_slots(pages, np.arange(tokens.start, tokens.stop), self.shape.page_size)
+        own = find_slots(pages, tokens, self.shape.page_size)
         with self._lock:
             link, pool = self._get_live_link(peer)
         try:
-            theirs = destination.compute_slots(pool.num_slots)
+            theirs = destination.compute_slots(pool.num_slots, self.shape, tokens)
         except ValueError as error:
             raise TransferError(f"{peer} sent an impossible destination: {error}") from error
-        slots: IntArray = np.stack((own.astype(np.int32), theirs))
+        slots: IntArray = np.stack((own, theirs))
         sender = NvlinkSender(link, self.shape, reservation, tokens, destination.session, slots)
         link.add_sender(sender)
         return sender

@@ -10,7 +10,6 @@ import numpy as np
 
 from pd.core.errors import TransferError
 from pd.kernels.paging import find_token_slots
-from pd.transfer.ranges import check_pages
 from pd.transfer.wire.greeting import peer_address
 
 if TYPE_CHECKING:
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
 
     from pd.core.node_info import KVLayout
     from pd.transfer.kv_buffer import IntArray
+    from pd.transfer.pool_shape import MissingTokens, PoolShape
 
 MAX_PAGE_SIZE = 1 << 20
 
@@ -36,7 +36,7 @@ class NvlinkDestination(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
     Attributes:
         session: number of the session in which the destination is valid.
-        pages: little-endian int32 page table of the whole sequence.
+        pages: little-endian int32 page tables of the whole sequence, one after the other.
     """
 
     session: int
@@ -45,17 +45,28 @@ class NvlinkDestination(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     token_stop: int
     pages: bytes
 
-    def compute_slots(self, num_slots: int) -> IntArray:
-        """Return the slots of tokens ``[token_start, token_stop)`` in a pool of ``num_slots``.
-        Raises ValueError if one lies outside, or for another fault."""
+    def compute_slots(self, num_slots: int, shape: PoolShape, tokens: MissingTokens) -> IntArray:
+        """Return the slots of tokens in a pool of ``num_slots`` with planes like those of
+        ``shape``, see :func:`find_slots`. Raises ValueError if one lies outside, or for another
+        fault."""
         if not 0 < self.page_size <= MAX_PAGE_SIZE:
             raise ValueError(f"page size {self.page_size}")
-        if len(self.pages) % 4:
-            raise ValueError(f"a page table of {len(self.pages)} bytes")
+        if len(self.pages) % (4 * shape.num_tables):
+            raise ValueError(f"a page table of {len(self.pages) / shape.num_tables:g} bytes")
         pages = np.frombuffer(self.pages, dtype="<i4").astype(np.int32)
-        check_pages(pages, self.page_size, num_slots, self.token_start, self.token_stop)
-        tokens = np.arange(self.token_start, self.token_stop)
-        return find_token_slots(pages, tokens, self.page_size).astype(np.int32)
+        if shape.num_tables > 1:
+            pages = pages.reshape(shape.num_tables, -1)
+        shape.check_peer_pages(pages, self.page_size, num_slots, tokens)
+        return find_slots(pages, tokens, self.page_size)
+
+
+def find_slots(pages: IntArray, tokens: MissingTokens, page_size: int) -> IntArray:
+    """Return the slots of all tokens missing in some plane, int32, in each page table. Those of
+    freed pages are meaningless."""
+    positions = np.arange(tokens.start, tokens.stop)
+    tables = np.atleast_2d(pages)
+    slots = [find_token_slots(table, positions, page_size) for table in tables]
+    return np.concatenate(slots).astype(np.int32)
 
 
 _destination_decoder = msgspec.msgpack.Decoder(NvlinkDestination)

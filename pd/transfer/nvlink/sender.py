@@ -42,8 +42,8 @@ class NvlinkSender(QueuedSender[StoreLink]):
     Args:
         session: session in which the destination is valid.
         tokens: tokens to send, for each plane.
-        slots: int32 ``[2, tokens]``, each token's slot in the own pool and in the peer's, from the
-            first token missing in some plane on.
+        slots: int32 ``[2, tables * tokens]``, each token's slot in the own pool and in the peer's,
+            from the first token missing in some plane on, for one page table after the other.
     """
 
     def __init__(
@@ -83,9 +83,10 @@ class NvlinkSender(QueuedSender[StoreLink]):
             Its ticket and the number of bytes.
         """
         self.prepare_table(lane)
-        first = self._tokens.start
-        columns = slice(block.token_start - first, block.token_stop - first)
-        peer = mapped + pool.plane_offsets[self._shape.plane_of(block).index]
+        plane, tokens = self._shape.plane_of(block), self._tokens
+        before = plane.table * (tokens.stop - tokens.start) - tokens.start
+        columns = slice(before + block.token_start, before + block.token_stop)
+        peer = mapped + pool.plane_offsets[plane.index]
         self._last = lane.store_block(self._table, columns, peer, pool.num_slots, block)
         return self._last, self._shape.num_bytes(block)
 

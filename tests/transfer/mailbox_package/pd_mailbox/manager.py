@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pd.core.errors import TransferError
+from pd.kernels.paging import select_table
 from pd.transfer.base import Receiver, Sender, TransferManager, TransferState
 from pd.transfer.pool_memory import PoolMemory
 
@@ -222,7 +223,9 @@ class MailboxReceiver(Receiver):
         (block,) = self._memory.shape.make_blocks(self._tokens, *ends)
         tokens = np.arange(block.token_start, block.token_stop, dtype=np.int32)
         page_size = self._memory.shape.page_size
-        slots = self._pages[tokens // page_size] * page_size + tokens % page_size
+        # Layers with a sliding window have a page table of their own.
+        pages = select_table(self._pages, self._memory.shape.plane_of(block).table)
+        slots = pages[tokens // page_size] * page_size + tokens % page_size
         data = content[_HEADER.size :]
         self._memory.write_block(slots, block, data)
         self._received += len(data)
