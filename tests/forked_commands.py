@@ -13,6 +13,7 @@ import ctypes
 import functools
 import gc
 import importlib
+import io
 import json
 import os
 import random
@@ -249,6 +250,12 @@ def _enter(namespace: str) -> None:
     check(libc.mount(namespace.encode(), b"/sys", b"sysfs", 0, None))
 
 
+def _open_stream(number: int, errors: str) -> io.TextIOWrapper:
+    """Open a descriptor for text that is written at once, as with PYTHONUNBUFFERED."""
+    raw = io.FileIO(number, "w", closefd=False)
+    return io.TextIOWrapper(raw, "utf-8", errors, write_through=True)
+
+
 def _main() -> None:
     for name in _PRELOADED:
         importlib.import_module(name)
@@ -264,6 +271,8 @@ def _main() -> None:
     command = _Server(socket.socket(fileno=int(sys.argv[1]))).serve()
     if command is None:
         return
+    # What these were when the server started may have been of another kind.
+    sys.stdout, sys.stderr = _open_stream(1, "strict"), _open_stream(2, "backslashreplace")
     np.random.seed()
     torch.seed()
     program, *arguments = command

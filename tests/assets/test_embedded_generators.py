@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 # Far fewer than in training, which takes seconds to make.
 PHRASINGS = 30
+# Sets that several tests look at are made once.
+evaluation_set = functools.cache(heldout.evaluation_set)
 
 
 @pytest.fixture(scope="module")
@@ -27,18 +30,18 @@ class TestHeldOutSets:
     def test_the_same_seed_gives_the_same_sets(self) -> None:
         for name in heldout.BARS:
             if name != "recall-4k":
-                assert heldout.evaluation_set(name) == heldout.evaluation_set(name)
+                assert evaluation_set(name) == heldout.evaluation_set(name)
 
     def test_another_seed_gives_others(self) -> None:
         for name in ("recall-2k", "multi-turn", "extraction", "arithmetic"):
-            assert heldout.evaluation_set(name, 1) != heldout.evaluation_set(name, 2)
+            assert evaluation_set(name, 1) != evaluation_set(name, 2)
 
     def test_every_length_is_met_at_every_depth(self) -> None:
         for name, lengths in (
             ("recall-2k", heldout.SHORT_LENGTHS),
             ("recall-4k", heldout.LONG_LENGTHS),
         ):
-            examples = heldout.evaluation_set(name)
+            examples = evaluation_set(name)
             assert len({example.depth for example in examples}) == heldout.DEPTHS
             for length in lengths:
                 near = [e for e in examples if length - 120 < e.length <= length]
@@ -46,7 +49,7 @@ class TestHeldOutSets:
 
     def test_lengths_are_those_of_the_tokenizer(self, tokenizer: Tokenizer) -> None:
         for name in ("recall-2k", "multi-turn"):
-            for example in heldout.evaluation_set(name)[:20]:
+            for example in evaluation_set(name)[:20]:
                 messages = list(example.before)
                 for turn in example.turns[:-1]:
                     messages.append(text.Message("user", turn.question))
@@ -58,7 +61,7 @@ class TestHeldOutSets:
 
     @pytest.mark.parametrize("name", ["recall-2k", "multi-turn"])
     def test_every_answer_is_in_the_lines(self, name: str) -> None:
-        for example in heldout.evaluation_set(name):
+        for example in evaluation_set(name):
             lines = "\n".join([*(m.content for m in example.before), example.turns[0].question])
             for turn in example.turns:
                 value = turn.answer.removesuffix(".").split()[-1]

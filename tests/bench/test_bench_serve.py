@@ -72,7 +72,11 @@ def test_measures_alone_and_under_load(served, tmp_path, capsys) -> None:
     ("flags", "tokens"),
     [
         (["--dataset-name", "shared-prefix", "--num-prefixes", "1", "--prefix-len", "64"], 5),
-        (["--dataset-name", "multi-turn", "--turns", "2", "--turn-input-len", "8"], 5),
+        pytest.param(
+            ["--dataset-name", "multi-turn", "--turns", "2", "--turn-input-len", "8"],
+            5,
+            marks=pytest.mark.full,
+        ),
         pytest.param(
             ["--dataset-name", "random", "--endpoint", "/generate"], 5, marks=pytest.mark.full
         ),

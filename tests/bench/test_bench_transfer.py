@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -14,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 from e2e.backends import MOONCAKE, NIXL
+from forked_commands import ForkedCommand
+from processes import Process
 
 from pd import cli
 from pd.bench import transfer_control
@@ -219,17 +222,24 @@ def test_the_decode_end_says_where_its_pool_is() -> None:
 
 
 @contextlib.contextmanager
-def decode_end(*flags: str) -> Iterator[tuple[subprocess.Popen, str]]:
+def decode_end(*flags: str) -> Iterator[tuple[subprocess.Popen[str] | ForkedCommand, str]]:
     command = [sys.executable, "-m", "pd.bench", "transfer", "--listen", "127.0.0.1:0", *flags]
     root = Path(__file__).resolve().parents[2]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=root, text=True) as decode:
+    decode: subprocess.Popen[str] | ForkedCommand
+    if Process.forks:
+        program = str(root / "pd" / "bench" / "__main__.py")
+        decode = ForkedCommand(program, command[3:], env=os.environ, namespace=None, log=2)
+    else:
+        decode = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=root, text=True)
+    assert decode.stdout is not None
+    with decode.stdout:
         try:
-            assert decode.stdout is not None
             ready = json.loads(decode.stdout.readline())
             assert (ready["event"], ready["role"]) == ("ready", "decode")
             yield decode, ready["address"]
         finally:
             decode.kill()
+            decode.wait(30)
 
 
 @pytest.mark.parametrize("same_key", [True, False])

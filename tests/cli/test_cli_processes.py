@@ -29,7 +29,7 @@ from pd.proxy.server import ProxyThread
 from pd.util.starvation import read_run_delays, thread_run_delay
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
 
 # What docs/operations.md says of an idle process.
@@ -37,9 +37,9 @@ END_SECONDS = 0.5
 
 
 @contextmanager
-def process(tmp_path: Path, *command: object) -> Iterator[Process]:
+def process(tmp_path: Path, *command: object, program: Sequence[str] = LAUNCH) -> Iterator[Process]:
     log = tmp_path / f"{command[0]}.log"
-    running = Process(*map(str, command), log=log, program=LAUNCH)
+    running = Process(*map(str, command), log=log, program=program)
     try:
         running.ready()
         yield running
@@ -47,9 +47,12 @@ def process(tmp_path: Path, *command: object) -> Iterator[Process]:
         running.stop()
 
 
-def unified(tmp_path: Path, *more: object) -> AbstractContextManager[Process]:
+def unified(
+    tmp_path: Path, *more: object, program: Sequence[str] = LAUNCH
+) -> AbstractContextManager[Process]:
     flags = ["--model", EMBEDDED_MODEL, "--device", "cpu", "--cpu-threads", 1, *more]
-    return process(tmp_path, "unified", *flags, "--port", 0, "--kv-cache-tokens", 8192)
+    flags += ["--port", 0, "--kv-cache-tokens", 8192]
+    return process(tmp_path, "unified", *flags, program=program)
 
 
 @contextmanager
@@ -64,7 +67,7 @@ def unified_and_proxy(tmp_path: Path) -> Iterator[tuple[Process, Process]]:
 @pytest.fixture(scope="module")
 def lasting_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     """A node that tests of proxies leave as they found it."""
-    with unified(tmp_path_factory.mktemp("lasting")) as node:
+    with unified(tmp_path_factory.mktemp("lasting"), program=()) as node:
         yield node
 
 
@@ -219,7 +222,7 @@ def test_the_api_key_may_come_from_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PD_API_KEY", "secret")
-    with process(tmp_path, "proxy", "--port", 0) as proxy:
+    with process(tmp_path, "proxy", "--port", 0, program=()) as proxy:
         models = proxy.url + "/v1/models"
         assert httpx.get(models).status_code == 401
         given = {"Authorization": "Bearer secret"}
@@ -229,7 +232,7 @@ def test_the_api_key_may_come_from_the_environment(
 
 
 def test_an_open_proxy_is_warned_about(tmp_path: Path) -> None:
-    with process(tmp_path, "proxy", "--host", "0.0.0.0", "--port", 0) as proxy:
+    with process(tmp_path, "proxy", "--host", "0.0.0.0", "--port", 0, program=()) as proxy:
         assert "without an API key" in proxy.log.read_text()
 
 

@@ -32,6 +32,8 @@ EXPECTED = {
     "skeleton_of_thought": ["The prefill node computes the KV cache of the prompt"],
     "tree_of_thought": ["votes {'93':"],
 }
+# Those that make test runs: with schemas, several turns, choices and forks.
+QUICK = {"json_extraction", "multi_turn_chat", "rag_pipeline", "react_agent", "tree_of_thought"}
 
 
 @pytest.fixture
@@ -56,7 +58,10 @@ def test_every_example_is_tested() -> None:
 
 
 @pytest.mark.usefixtures("example_path")
-@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in EXPECTED],
+)
 def test_an_example_gives_the_same_interpreted_and_compiled(
     name: str, endpoint: pl.RuntimeEndpoint
 ) -> None:

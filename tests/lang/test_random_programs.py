@@ -82,7 +82,7 @@ def check_together(name: str, client: httpx.Client, backend: pl.RuntimeEndpoint)
         list(pool.map(lambda program: check(program, client, backend), programs))
 
 
-@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_random_programs_equal_the_reference(
     part: int, seed: int, client: httpx.Client, endpoint: pl.RuntimeEndpoint
 ) -> None:

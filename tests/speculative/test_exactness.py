@@ -119,7 +119,7 @@ def oracle_of(plain: dict[str, list[Pending]], spoiled: float) -> Oracle:
     return oracle
 
 
-SHARP = {("unified", 1, "off"), ("split", 16, "on")}
+SHARP = {("split", 16, "on")}
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,8 @@ def test_what_another_namespace_was_answered_is_not_drafted(
         assert accepted("a") == first
 
 
-@pytest.mark.parametrize("kind", [pytest.param("unified", marks=pytest.mark.full), "split"])
+@pytest.mark.full  # with every other circumstance: test_pairs.py
+@pytest.mark.parametrize("kind", ["unified", "split"])
 def test_too_little_memory_and_aborts_change_nothing(
     plain: dict[str, list[Pending]], drafts_with: Callable[[Drafter], None], kind: str
 ) -> None:

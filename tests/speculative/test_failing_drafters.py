@@ -75,7 +75,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("late")
-@pytest.mark.parametrize("overlap", ["on", "off"])
+@pytest.mark.parametrize("overlap", ["on", pytest.param("off", marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", ["unified", "split"])
 def test_two_choices_end_in_one_step_while_their_drafts_are_made(kind: str, overlap: str) -> None:
     (first, _) = plain_answer(PROMPTS[0], max_tokens=30, n=2)
@@ -121,7 +121,7 @@ def raising_now_and_then(call: Callable[..., Any]) -> Callable[..., Any]:
     "where",
     [
         pytest.param("begin_step", marks=pytest.mark.full),
-        "draft_tokens",
+        pytest.param("draft_tokens", marks=pytest.mark.full),
         "_move_accepted",
         pytest.param("nowhere", marks=pytest.mark.full),
         pytest.param("accept_drafts", marks=pytest.mark.full),
@@ -211,7 +211,7 @@ def draft_model_cluster(num_tokens: int) -> Cluster:
 @pytest.mark.parametrize(
     ("penalty", "where"),
     [
-        ("frequency_penalty", "prepare"),
+        pytest.param("frequency_penalty", "prepare", marks=pytest.mark.full),
         ("repetition_penalty", "choose"),
         pytest.param("frequency_penalty", "choose", marks=pytest.mark.full),
         pytest.param("repetition_penalty", "prepare", marks=pytest.mark.full),
@@ -228,7 +228,9 @@ def test_penalties_after_the_sampling_of_a_draft_failed(penalty: str, where: str
         assert len(failing._sampler._penalties._counts) == 4, "the choice keeps its row"
 
 
-@pytest.mark.parametrize("penalty", ["frequency_penalty", "repetition_penalty"])
+@pytest.mark.parametrize(
+    "penalty", ["frequency_penalty", pytest.param("repetition_penalty", marks=pytest.mark.full)]
+)
 def test_penalties_after_a_pass_of_a_draft_model_failed(penalty: str) -> None:
     params = {"max_tokens": 40, "temperature": 0.8, "seed": 3, penalty: 1.5}
     expected = plain_answer(PROMPTS[1], **params)

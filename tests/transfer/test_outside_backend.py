@@ -8,12 +8,15 @@ import random
 import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoints import reference_generate
-from processes import deployment
+from forked_commands import ForkedCommand
+from processes import Process, deployment
 from transfer_helpers import make_pool
 
 from pd.core.errors import SetupError, UsageError
@@ -24,6 +27,7 @@ from pd.transfer.tcp.backend import TcpBackend
 from pd.transfer.tcp.manager import TcpManager
 
 PACKAGE = Path(__file__).parent / "mailbox_package"
+PROGRAM = Path(__file__).parent / "outside_program.py"
 USAGE, ENVIRONMENT = 2, 1
 
 
@@ -60,12 +64,22 @@ def launch(
     directories: list[Path], command: str, program: str = "pd.cli"
 ) -> subprocess.CompletedProcess[str]:
     """Run ``pd-launch`` where packages in these directories are installed."""
+    env = os.environ | {"PYTHONPATH": search_path(*directories), "COLUMNS": "200"}
+    if Process.forks and program == "pd.cli":
+        with tempfile.TemporaryFile("w+") as log:
+            arguments: dict[str, Any] = {"env": env, "namespace": None, "log": log.fileno()}
+            child = ForkedCommand(str(PROGRAM), command.split(), **arguments)
+            with child.stdout:
+                output = child.stdout.read()
+            status = child.wait(120)
+            log.seek(0)
+            return subprocess.CompletedProcess(command, status, output, log.read())
     return subprocess.run(
         [sys.executable, "-m", program, *command.split()],
         capture_output=True,
         text=True,
         timeout=120,
-        env=os.environ | {"PYTHONPATH": search_path(*directories), "COLUMNS": "200"},
+        env=env,
     )
 
 

@@ -426,7 +426,12 @@ asyncio.run(main())
 
 @pytest.mark.one_process("starts a proxy by its command")
 @pytest.mark.parametrize(
-    ("number", "workers"), [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGTERM, 2)]
+    ("number", "workers"),
+    [
+        pytest.param(signal.SIGTERM, 1, marks=pytest.mark.full),
+        (signal.SIGINT, 1),
+        (signal.SIGTERM, 2),
+    ],
 )
 def test_a_signal_lets_requests_finish(cluster: Cluster, number: int, workers: int) -> None:
     import threading
