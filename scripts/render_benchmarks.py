@@ -63,7 +63,7 @@ TOPICS = {
     "speculation": Topic("Speculative decoding", ("acceptance", "draft_prompt", "speculation")),
     "structured-output": Topic("Structured output", ("grammar_", "json_schema", "jump_forward")),
     "proxy": Topic("The proxy", ("proxy", "tokenized_batches")),
-    "cache": Topic("The prefix cache", ("radix", "prefix_lease")),
+    "cache": Topic("The prefix cache", ("radix", "prefix_lease", "prompt_order")),
 }
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from prefill_bench import PrefillBench
 from requests_for_tests import make_request
+from shared_prompts import make_workload, serve_cached, usual
 
 from pd.radix import RadixCache
 from pd.scheduling.due_order import DueOrder, Prospect, prefer_cached, split_timely
@@ -23,11 +24,6 @@ if TYPE_CHECKING:
 def usual_ttft(request: Request) -> float:
     """What is promised where nothing is stated."""
     return usual(len(request.prompt))
-
-
-def usual(tokens: int) -> float:
-    """The same of a prompt of so many tokens."""
-    return 4 * (1e-3 * tokens + 0.1)
 
 
 class Simulation:
@@ -147,72 +143,15 @@ def test_a_longer_cached_prefix_goes_first_where_all_stay_in_time(seed: int) -> 
     assert moved > 20
 
 
-def make_workload(rng: random.Random, kind: str) -> list[list[int]]:
-    """200 prompts that share beginnings: documents with questions, or turns of conversations."""
-
-    def draw(count: int) -> list[int]:
-        return [rng.randrange(1000) for _ in range(count)]
-
-    if kind == "documents":
-        documents = [draw(400) for _ in range(12)]
-        return [[*rng.choice(documents), *draw(rng.randint(20, 80))] for _ in range(200)]
-    talks, prompts = [draw(100) for _ in range(20)], []
-    for _ in range(200):
-        talk = rng.choice(talks)
-        talk += draw(rng.randint(20, 60))
-        prompts.append(list(talk))
-    return prompts
-
-
-def serve_cached(
-    prompts: list[list[int]], load: float, policy: str, *, by_due: bool
-) -> tuple[float, int]:
-    """Compute prompts one after the other, with a pool for a quarter of their distinct tokens.
-
-    Returns:
-        The share of tokens that were cached, and the number of prompts that were late.
-    """
-    distinct = len({tuple(prompt[:n]) for prompt in prompts for n in range(1, len(prompt) + 1)})
-    pool = max(distinct // 4, max(map(len, prompts)) + 1)
-    bench = PrefillBench(policy, pages=pool, page_size=1, max_running=1, budget=512)
-    radix, now = bench.memory.radix, [1000.0]
-    if by_due:
-        order = DueOrder(
-            Simulation.seconds,
-            lambda request: min(radix.count_cached(request.prompt), len(request.prompt) - 1),
-            usual_ttft,
-            WINDOW,
-            lambda: now[0],
-        )
-        bench.scheduler.waiting = WaitingQueue(policy, radix, 64, order)
-    pause = 1e-3 * distinct / len(prompts) / load if load else 0.0
-    arrivals = [1000.0 + pause * number for number in range(len(prompts))]
-    sent = late = 0
-    while len(bench.computed) < len(prompts):
-        while sent < len(prompts) and arrivals[sent] <= now[0]:
-            ttft = usual(len(prompts[sent]))
-            request = bench.add(prompts[sent], ttft=ttft if by_due else 0.0)
-            request.due_at = arrivals[sent] + ttft
-            sent += 1
-        if not len(bench.scheduler.waiting) and not bench.scheduler.running:
-            now[0] = arrivals[sent]
-            continue
-        tokens, ended = bench.computed_tokens, len(bench.computed)
-        bench.step()
-        now[0] += 1e-3 * (bench.computed_tokens - tokens)
-        late += sum(now[0] > request.due_at for request in bench.computed[ended:])
-    return 1 - bench.computed_tokens / sum(map(len, prompts)), late
-
-
 def test_objectives_leave_the_hit_rate_of_lpm(seed: int) -> None:
     """200 prompts at once. Nothing is stated of them, so they have the usual objectives. Of four
     queues, because a single one may lose more by chance."""
     rng = random.Random(seed)
     found = []
     for kind in ("documents", "turns", "documents", "turns"):
-        prompts = make_workload(rng, kind)
-        by_prefix = serve_cached(prompts, 0.0, "lpm", by_due=False)
-        found.append([*by_prefix, *serve_cached(prompts, 0.0, "lpm", by_due=True)])
+        prompts = make_workload(rng, kind, 200)
+        by_prefix = serve_cached(prompts, "lpm")
+        found.append([*by_prefix, *serve_cached(prompts, "lpm", by_due=True)])
     hits, late, hits_by_due, late_by_due = np.sum(found, axis=0)
     print(f"seed {seed}: {found}")
     assert hits_by_due >= 0.95 * hits
@@ -223,10 +162,10 @@ def test_objectives_leave_the_hit_rate_of_lpm(seed: int) -> None:
 @pytest.mark.parametrize("kind", ["documents", "turns"])
 def test_under_load_objectives_keep_most_hits_and_fewer_are_late(kind: str, seed: int) -> None:
     """Than in the order of arrival, where the pool makes the rate too high."""
-    prompts = make_workload(random.Random(seed), kind)
-    hit_rate, _ = serve_cached(prompts, 0.8, "lpm", by_due=False)
-    _, late = serve_cached(prompts, 0.8, "fcfs", by_due=False)
-    found, missed = serve_cached(prompts, 0.8, "lpm", by_due=True)
+    prompts = make_workload(random.Random(seed), kind, 200)
+    hit_rate, _ = serve_cached(prompts, "lpm", load=0.8)
+    _, late = serve_cached(prompts, "fcfs", load=0.8)
+    found, missed = serve_cached(prompts, "lpm", load=0.8, by_due=True)
     print(f"seed {seed}: hit rate {hit_rate:.3f} and {found:.3f}, late {late} and {missed}")
     assert found >= 0.9 * hit_rate
     assert missed < 0.9 * late
