@@ -99,5 +99,5 @@ def test_retraction_saves_all_planes_of_all_ranks(nodes: dict[str, NodeServer]) 
     saved = engine.save_pages(pages)
     for plane in engine.pool.planes:
         plane.buffer[:, :, 8:32] = 0
-    saved.restore_pages(pages, 0)
+    saved.restore_pages(pages)
     assert engine.pool.compute_digest(pages, (0, 0), 16) == before
