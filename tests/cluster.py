@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import zmq
+from waiting import wait_until as wait_until
 
 from pd.core.config import NodeConfig
 from pd.core.errors import PDError, error_from_kind
@@ -393,19 +394,6 @@ def is_idle(server: NodeServer) -> bool:
     pages = info["pages"]
     quiet = server.node.idle and not any(info["queues"].values())
     return quiet and pages["free"] + pages["cached"] == pages["total"]
-
-
-def wait_until(
-    condition: Any, timeout: float, describe: Any = lambda: "", *, every: float = 0.01
-) -> None:
-    """Poll until ``condition()`` is true; fails with ``describe()`` after ``timeout`` seconds.
-
-    ``every``: seconds between two looks.
-    """
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout} s: {describe()}"
-        time.sleep(every)
 
 
 def random_prompts(seed: int, lengths: Sequence[int], vocab: int = 256) -> Iterator[list[int]]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 from forked_commands import ForkedCommand
+from waiting import wait_until as wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -263,13 +264,6 @@ def is_idle(info: Any) -> bool:
     pages = info["pages"]
     quiet = not any(info["queues"].values()) and not info["staging"]["quarantined"]
     return quiet and pages["free"] + pages["cached"] == pages["total"]
-
-
-def wait_until(condition: Any, timeout: float, describe: Any = lambda: "") -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout} s: {describe()}"
-        time.sleep(0.05)
 
 
 class Stream:

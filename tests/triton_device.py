@@ -22,6 +22,7 @@ DEVICE = "cuda:0" if ON_GPU else "cpu"
 DTYPES = [(torch.float32, 1e-5), (torch.float16, 2e-3)]
 if ON_GPU:
     DTYPES.append((torch.bfloat16, 1.5e-2))
+EACH_DTYPE = pytest.mark.parametrize(("dtype", "error"), DTYPES)
 
 
 def seeded() -> torch.Generator:

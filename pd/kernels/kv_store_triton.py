@@ -8,12 +8,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pd.kernels.fp8_triton import saturate
+from pd.kernels.fp8_rows_triton import convert_saturated
 
 
 @triton.jit
 def convert_stored(x, inverse, TO_FP8: tl.constexpr):
     """Convert keys or values to the dtype of the pool. ``inverse`` is that of the scale of fp8."""
     if TO_FP8:
-        x = saturate(x.to(tl.float32) * inverse)
+        x = convert_saturated(x.to(tl.float32) * inverse)
     return x

@@ -130,18 +130,18 @@ def _multiply_fp8(
 def quantize_rows(x: torch.Tensor, inputs: Fp8Inputs) -> Fp8Rows:
     """See :func:`pd.kernels.fp8.quantize_rows`."""
     if uses_triton(x):
-        from pd.kernels import fp8_triton
+        from pd.kernels import fp8_rows_triton
 
-        return fp8_triton.quantize_rows(x, inputs)
+        return fp8_rows_triton.quantize_rows(x, inputs)
     return fp8.quantize_rows(x, inputs)
 
 
 def silu_and_quantize(gate_up: torch.Tensor, inputs: Fp8Inputs) -> Fp8Rows:
     """Convert the result of :func:`pd.kernels.activation.silu_and_mul` to fp8."""
     if uses_triton(gate_up):
-        from pd.kernels import fp8_triton
+        from pd.kernels import fp8_rows_triton
 
-        return fp8_triton.silu_and_quantize(gate_up, inputs)
+        return fp8_rows_triton.silu_and_quantize(gate_up, inputs)
     return fp8.quantize_rows(silu_and_mul(gate_up), inputs)
 
 

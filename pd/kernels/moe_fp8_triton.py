@@ -13,8 +13,15 @@ import triton
 import triton.language as tl
 
 from pd.kernels.activation_triton import apply_gate
-from pd.kernels.fp8_triton import Fp8Tile, quantize_rows, sum_products
-from pd.kernels.moe_triton import count_blocks, find_block, sort_by_expert, sum_experts
+from pd.kernels.fp8_rows_triton import quantize_rows
+from pd.kernels.fp8_triton import Fp8Tile, sum_products
+from pd.kernels.moe_triton import (
+    count_blocks,
+    find_block,
+    place_rows,
+    sort_by_expert,
+    sum_experts,
+)
 from pd.kernels.triton_launch import launch_kernel, start_next, wait_for_previous
 
 if TYPE_CHECKING:
@@ -71,10 +78,7 @@ def _multiply_blocks(
         rows = row + tl.arange(0, ROWS)
         has_row = rows < stop
         assigned = tl.load(order + rows, mask=has_row, other=0)
-        if GATED:
-            source, target = (assigned // TOP_K).to(tl.int64), rows.to(tl.int64)
-        else:
-            source, target = rows.to(tl.int64), assigned.to(tl.int64)
+        source, target = place_rows(assigned, rows, TOP_K, GATED)
         num_rows = 2 * outputs if GATED else outputs
         mine = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
         w_rows, has_output = tl.minimum(mine, outputs - 1), mine < outputs

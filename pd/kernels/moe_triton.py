@@ -274,6 +274,16 @@ def _sum_unpacked_products(
 
 
 @triton.jit
+def place_rows(assigned, rows, TOP_K: tl.constexpr, GATED: tl.constexpr):
+    """Find the rows that a block reads and writes. GATED: from tokens to sorted rows, and otherwise
+    from sorted rows to assignments."""
+    if GATED:
+        return (assigned // TOP_K).to(tl.int64), rows.to(tl.int64)
+    else:
+        return rows.to(tl.int64), assigned.to(tl.int64)
+
+
+@triton.jit
 def _multiply_blocks(
     x,
     matrices,
@@ -324,10 +334,7 @@ def _multiply_blocks(
         rows = row + tl.arange(0, ROWS)
         has_row = rows < stop
         assigned = tl.load(order + rows, mask=has_row, other=0) if SORTED else rows
-        if GATED:
-            source, target = (assigned // TOP_K).to(tl.int64), rows.to(tl.int64)
-        else:
-            source, target = rows.to(tl.int64), assigned.to(tl.int64)
+        source, target = place_rows(assigned, rows, TOP_K, GATED)
         num_rows = 2 * outputs if GATED else outputs
         # Gate and up either alternate, or have the same number in two halves of the matrix.
         APART: tl.constexpr = GATED and not CLAMPED

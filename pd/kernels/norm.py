@@ -65,9 +65,9 @@ def rms_norm_fp8(
         inputs: of the product that follows, without a lead.
     """
     if uses_triton(x):
-        from pd.kernels import fp8_triton
+        from pd.kernels import fp8_rows_triton
 
-        return fp8_triton.rms_norm(x, weight, eps, inputs, residual)
+        return fp8_rows_triton.rms_norm(x, weight, eps, inputs, residual)
     normed = (
         rms_norm(x, weight, eps) if residual is None else add_rms_norm(residual, x, weight, eps)
     )

@@ -102,6 +102,31 @@ def test_two_ranks_and_four(seed: int) -> None:
             assert [p.result(60) for p in pending] == answers, (pair, seed)
 
 
+def transfer_prompts(
+    model: Path, prefill: int, decode: int, seed: int, *, ep_size: int = 1
+) -> float:
+    """Answer prompts with two nodes of these many ranks. Return the bytes sent for each token.
+
+    ``ep_size``: of the decode node.
+    """
+    prompts = list(random_prompts(seed, [33, 1, 150]))
+    prompts.append(prompts[2][:60] + prompts[1])
+    with contextlib.ExitStack() as stack:
+        pair = (
+            start_node("prefill", model, tp_size=prefill, kv_digest=True, **PREFILL),
+            start_node(
+                "decode", model, tp_size=decode, ep_size=ep_size, kv_digest=True, page_size=8
+            ),
+        )
+        for server in pair:
+            stack.callback(server.stop)
+        client = stack.enter_context(contextlib.closing(TokenClient(list(pair))))
+        pending = [client.generate(p, pair, max_tokens=12) for p in prompts]
+        for prompt, request in zip(prompts, pending, strict=True):
+            assert is_greedy(model, prompt, request.tokens()), seed
+    return pending[0].transferred_bytes / len(prompts[0])
+
+
 @pytest.mark.parametrize(
     ("kv_heads", "prefill", "decode"),
     [
@@ -114,21 +139,8 @@ def test_ranks_that_share_heads(
 ) -> None:
     """Heads that several ranks have travel once, and are written to each of them."""
     model = make_checkpoint("gpt_oss", tmp_path, num_key_value_heads=kv_heads)
-    prompts = list(random_prompts(seed, [33, 1, 150]))
-    prompts.append(prompts[2][:60] + prompts[1])
-    with contextlib.ExitStack() as stack:
-        pair = (
-            start_node("prefill", model, tp_size=prefill, kv_digest=True, **PREFILL),
-            start_node("decode", model, tp_size=decode, kv_digest=True, page_size=8),
-        )
-        for server in pair:
-            stack.callback(server.stop)
-        client = stack.enter_context(contextlib.closing(TokenClient(list(pair))))
-        pending = [client.generate(p, pair, max_tokens=12) for p in prompts]
-        for prompt, request in zip(prompts, pending, strict=True):
-            assert is_greedy(model, prompt, request.tokens()), seed
     # A row of 3 layers has K and V of 32 float32 for each head.
-    assert pending[0].transferred_bytes == len(prompts[0]) * 3 * 2 * kv_heads * 32 * 4
+    assert transfer_prompts(model, prefill, decode, seed) == 3 * 2 * kv_heads * 32 * 4
 
 
 @pytest.mark.parametrize(
@@ -149,23 +161,8 @@ def test_latents_of_all_ranks_travel_once(
     """Each rank has all latents, and the receiving end writes them into every rank's pool. The
     decode node's ranks may have different experts, because that changes no KV."""
     model = checkpoint("deepseek_v2")
-    prompts = list(random_prompts(seed, [33, 1, 150]))
-    prompts.append(prompts[2][:60] + prompts[1])
-    with contextlib.ExitStack() as stack:
-        pair = (
-            start_node("prefill", model, tp_size=prefill, kv_digest=True, **PREFILL),
-            start_node(
-                "decode", model, tp_size=decode, ep_size=ep_size, kv_digest=True, page_size=8
-            ),
-        )
-        for server in pair:
-            stack.callback(server.stop)
-        client = stack.enter_context(contextlib.closing(TokenClient(list(pair))))
-        pending = [client.generate(p, pair, max_tokens=12) for p in prompts]
-        for prompt, request in zip(prompts, pending, strict=True):
-            assert is_greedy(model, prompt, request.tokens()), seed
     # A row of 3 layers has 32 + 8 float32.
-    assert pending[0].transferred_bytes == len(prompts[0]) * 3 * 40 * 4
+    assert transfer_prompts(model, prefill, decode, seed, ep_size=ep_size) == 3 * 40 * 4
 
 
 def test_the_whole_model_is_what_peers_are_told(nodes: dict[str, NodeServer]) -> None:

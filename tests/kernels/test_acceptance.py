@@ -6,17 +6,12 @@ import random
 
 import pytest
 import torch
-from triton_device import DEVICE, SEED, skip_unless_interpreter_works
+from triton_device import DEVICE, SEED
 
 from pd.kernels.acceptance import accept_drafts
 from pd.kernels.draft_tensors import Accepted, Trees
 
 WIDTH = 8
-
-
-@pytest.fixture(scope="module")
-def _works() -> None:
-    skip_unless_interpreter_works()
 
 
 def example(rng: random.Random, works: int) -> tuple[torch.Tensor, Trees, list[list[int]]]:
@@ -71,7 +66,7 @@ def test_the_reference(seed: int, width: int) -> None:
     assert table(accept_drafts(sampled, trees, width)) == [each[: 3 + width] for each in expected]
 
 
-@pytest.mark.usefixtures("_works")
+@pytest.mark.usefixtures("triton_works")
 @pytest.mark.parametrize("width", [WIDTH, 2])
 @pytest.mark.parametrize("seed", range(SEED, SEED + 5))
 def test_the_kernel(seed: int, width: int) -> None:

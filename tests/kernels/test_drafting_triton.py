@@ -6,18 +6,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from triton_device import DEVICE, DTYPES, normal, seeded, skip_unless_interpreter_works
+from triton_device import DEVICE, EACH_DTYPE, normal, seeded
 
 from pd.kernels import drafting
 from pd.kernels.draft_tensors import DraftRoots, DraftRows, DraftTables, Norms, States
 from pd.speculative.shape import DraftShape
 
-pytestmark = pytest.mark.usefixtures("_works")
-
-
-@pytest.fixture(scope="module")
-def _works() -> None:
-    skip_unless_interpreter_works()
+pytestmark = pytest.mark.usefixtures("triton_works")
 
 
 def there(value: object) -> object:
@@ -34,7 +29,7 @@ def same(ours: NamedTuple, theirs: NamedTuple, names: tuple[str, ...]) -> None:
         assert torch.equal(getattr(ours, name).cpu(), getattr(theirs, name)), name
 
 
-@pytest.mark.parametrize("dtype,error", DTYPES)
+@EACH_DTYPE
 @pytest.mark.parametrize("size", [24, 64])
 @pytest.mark.parametrize("is_normed", [True, False])
 @pytest.mark.parametrize("is_gathered", [True, False])

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 from triton_device import (
     DEVICE,
-    DTYPES,
+    EACH_DTYPE,
     ON_GPU,
     SEED,
     assert_near,
@@ -38,7 +38,6 @@ from pd.kernels.fp8 import (
 from pd.kernels.linear import linear
 from pd.kernels.norm import add_rms_norm, rms_norm
 
-DTYPE = pytest.mark.parametrize(("dtype", "error"), DTYPES)
 # Sizes that are no multiple of 128 or of a tile, and first inputs in the middle of a group.
 INPUTS = {
     "channel": Fp8Inputs(200),
@@ -89,13 +88,13 @@ def multiply_exactly(rows: Fp8Rows, weight: Fp8Weight, bias: torch.Tensor | None
 
 
 @pytest.mark.sample
-@DTYPE
+@EACH_DTYPE
 @KIND
 @pytest.mark.parametrize("tokens", [0, 1, 7])
 def test_rows_are_quantized_as_by_the_reference(
     inputs: Fp8Inputs, tokens: int, dtype: torch.dtype, error: float
 ) -> None:
-    from pd.kernels import fp8_triton
+    from pd.kernels import fp8_rows_triton
 
     skip_unless_interpreter_works()
     # A slice of wider rows, a token of zeros, and numbers beyond the range of a scale from the
@@ -104,7 +103,7 @@ def test_rows_are_quantized_as_by_the_reference(
     x[1:2] = 0
     x[2:3] *= 100
     expected = quantize_rows(x, inputs)
-    found = fp8_triton.quantize_rows(x.to(DEVICE), move(inputs))
+    found = fp8_rows_triton.quantize_rows(x.to(DEVICE), move(inputs))
     assert found.values.shape == (tokens, inputs.width)
     assert torch.equal(found.scales.cpu(), expected.scales)
     assert_same_values(found, expected)
@@ -128,61 +127,61 @@ def assert_same_values(found: Fp8Rows, expected: Fp8Rows, error: float = 0.0) ->
 
 
 @pytest.mark.sample
-@DTYPE
+@EACH_DTYPE
 @KIND
 @pytest.mark.parametrize("tokens", [0, 1, 7])
 def test_activations_are_quantized_as_after_the_gate(
     inputs: Fp8Inputs, tokens: int, dtype: torch.dtype, error: float
 ) -> None:
-    from pd.kernels import fp8_triton
+    from pd.kernels import fp8_rows_triton
 
     skip_unless_interpreter_works()
     gate_up = normal(seeded(), tokens, 2 * inputs.size, scale=2.0).to(dtype)
     expected = quantize_rows(silu_and_mul(gate_up), inputs)
-    found = fp8_triton.silu_and_quantize(gate_up.to(DEVICE), move(inputs))
+    found = fp8_rows_triton.silu_and_quantize(gate_up.to(DEVICE), move(inputs))
     assert found.dtype == dtype
     assert_near(found.scales, expected.scales, max(error, 1e-5))
     assert_same_values(found, expected, 0.1)
 
 
 @pytest.mark.sample
-@DTYPE
+@EACH_DTYPE
 @pytest.mark.parametrize("is_gated", [False, True])
 @pytest.mark.parametrize("lead", [0, 16])
 def test_long_rows_are_quantized_in_blocks(
     is_gated: bool, lead: int, dtype: torch.dtype, error: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pd.kernels import fp8_triton
+    from pd.kernels import fp8_rows_triton
 
     skip_unless_interpreter_works()
     inputs = Fp8Inputs(1300, lead=lead)
     x = normal(seeded(), 5, (1 + is_gated) * inputs.size, scale=2.0).to(dtype).to(DEVICE)
     x[2] = 0
-    expected = fp8_triton.quantize_rows(x, inputs, is_gated)
-    monkeypatch.setattr(fp8_triton, "_LONG_ROWS", 4)
-    monkeypatch.setattr(fp8_triton, "_LONG_BLOCK", 512)
+    expected = fp8_rows_triton.quantize_rows(x, inputs, is_gated)
+    monkeypatch.setattr(fp8_rows_triton, "_LONG_ROWS", 4)
+    monkeypatch.setattr(fp8_rows_triton, "_LONG_BLOCK", 512)
     launched = []
-    launch = fp8_triton.launch_kernel
+    launch = fp8_rows_triton.launch_kernel
     monkeypatch.setattr(
-        fp8_triton,
+        fp8_rows_triton,
         "launch_kernel",
         lambda *args, **kw: (launched.append(args[0]), launch(*args, **kw)),
     )
-    found = fp8_triton.quantize_rows(x, inputs, is_gated)
-    assert launched == [fp8_triton._quantize_long_rows]
+    found = fp8_rows_triton.quantize_rows(x, inputs, is_gated)
+    assert launched == [fp8_rows_triton._quantize_long_rows]
     assert torch.equal(found.scales, expected.scales)
     assert torch.equal(found.values.float(), expected.values.float())
 
 
 @pytest.mark.sample
-@DTYPE
+@EACH_DTYPE
 @KIND
 @pytest.mark.parametrize("tokens", [0, 1, 7])
 @pytest.mark.parametrize("adds", [False, True])
 def test_norms_are_quantized_as_after_the_norm(
     inputs: Fp8Inputs, tokens: int, adds: bool, dtype: torch.dtype, error: float
 ) -> None:
-    from pd.kernels import fp8_triton
+    from pd.kernels import fp8_rows_triton
 
     skip_unless_interpreter_works()
     inputs = replace(inputs, lead=0)
@@ -190,7 +189,7 @@ def test_norms_are_quantized_as_after_the_norm(
     x, residual = (normal(random, tokens, inputs.size).to(dtype) for _ in range(2))
     weight = (1 + 0.1 * normal(random, inputs.size)).to(dtype)
     there = residual.to(DEVICE, copy=True) if adds else None
-    found = fp8_triton.rms_norm(x.to(DEVICE), weight.to(DEVICE), 1e-5, move(inputs), there)
+    found = fp8_rows_triton.rms_norm(x.to(DEVICE), weight.to(DEVICE), 1e-5, move(inputs), there)
     normed = add_rms_norm(residual, x, weight, 1e-5) if adds else rms_norm(x, weight, 1e-5)
     if there is not None:
         assert_near(there, residual, error)
@@ -202,33 +201,33 @@ def test_norms_are_quantized_as_after_the_norm(
 
 @KIND
 def test_scales_of_tokens_do_not_depend_on_their_neighbours(inputs: Fp8Inputs) -> None:
-    from pd.kernels import fp8_triton
+    from pd.kernels import fp8_rows_triton
 
     skip_unless_interpreter_works()
     x = normal(seeded(), 5, inputs.size).to(DEVICE)
-    together = fp8_triton.quantize_rows(x, move(inputs))
+    together = fp8_rows_triton.quantize_rows(x, move(inputs))
     for row in range(5):
-        alone = fp8_triton.quantize_rows(x[row : row + 1], move(inputs))
+        alone = fp8_rows_triton.quantize_rows(x[row : row + 1], move(inputs))
         assert torch.equal(alone.scales[0], together.scales[row])
         assert torch.equal(alone.values[0].float(), together.values[row].float())
 
 
 @pytest.mark.parametrize("rounds", [False, True])
 def test_the_largest_input_uses_the_whole_range(rounds: bool) -> None:
-    from pd.kernels import fp8_triton
+    from pd.kernels import fp8_rows_triton
 
     skip_unless_interpreter_works()
     largest = torch.tensor([[1e-30], [0.37], [448.0], [3e38]])
     x = torch.cat((largest, -largest / 2), 1)
     inputs = Fp8Inputs(2, rounds_scales=rounds)
-    found = fp8_triton.quantize_rows(x.to(DEVICE), inputs)
+    found = fp8_rows_triton.quantize_rows(x.to(DEVICE), inputs)
     assert torch.equal(found.scales.cpu(), compute_scales(largest, rounds))
     low = 223.0 if rounds else 447.0
     assert bool((found.values[1:, 0].float().cpu() > low).all())
 
 
 @pytest.mark.sample
-@DTYPE
+@EACH_DTYPE
 @KIND
 @pytest.mark.parametrize(
     ("tokens", "outputs", "has_bias"),
@@ -263,7 +262,7 @@ def test_products(
 
 
 @pytest.mark.sample
-@DTYPE
+@EACH_DTYPE
 @KIND
 @pytest.mark.parametrize("outputs", [48, 300])
 @pytest.mark.parametrize("depth", [256, 2048])
@@ -301,7 +300,7 @@ def skip_unless_torch_multiplies() -> None:
 
 
 def test_torch_multiplies_with_a_scale_for_each_row() -> None:
-    from pd.kernels import fp8_triton
+    from pd.kernels import fp8_rows_triton
 
     skip_unless_torch_multiplies()
     random = seeded()
@@ -315,7 +314,7 @@ def test_torch_multiplies_with_a_scale_for_each_row() -> None:
     assert not can_multiply_scaled(rows, make_weight(random, 96, INPUTS["block"]))
     expected = multiply_exactly(rows, weight, bias.double())
     # In memory as kernels lay it out.
-    there = fp8_triton.quantize_rows(x.to(DEVICE), inputs)
+    there = fp8_rows_triton.quantize_rows(x.to(DEVICE), inputs)
     there.values.copy_(rows.values)
     there.scales.copy_(rows.scales)
     out = multiply_scaled(there, move_weight(weight), bias.to(DEVICE))
@@ -324,7 +323,7 @@ def test_torch_multiplies_with_a_scale_for_each_row() -> None:
 
 
 @pytest.mark.sample
-@DTYPE
+@EACH_DTYPE
 @pytest.mark.parametrize("tokens", [0, 1, 33])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_sums_of_torch_are_scaled(
@@ -354,7 +353,7 @@ def test_sums_of_torch_are_scaled(
 @pytest.mark.parametrize("tokens", [17, 33, 64, 65, 1001])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_cublas_multiplies_blocks_on_a_gpu(tokens: int, has_bias: bool) -> None:
-    from pd.kernels import fp8_triton
+    from pd.kernels import fp8_rows_triton
 
     random = seeded()
     inputs = Fp8Inputs(1000, 128)
@@ -363,7 +362,7 @@ def test_cublas_multiplies_blocks_on_a_gpu(tokens: int, has_bias: bool) -> None:
     # Rows differ much, so that scales of other rows would be seen.
     x *= 10 ** (4 * torch.rand(tokens, 1, generator=random) - 2).bfloat16()
     bias = normal(random, 384).bfloat16() if has_bias else None
-    rows = fp8_triton.quantize_rows(x.to(DEVICE), inputs)
+    rows = fp8_rows_triton.quantize_rows(x.to(DEVICE), inputs)
     assert can_multiply_blocks(rows, weight)
     assert not can_multiply_blocks(move_rows(rows, "cpu"), weight)
     assert not can_multiply_blocks(rows._replace(dtype=torch.float16), weight)
@@ -380,13 +379,13 @@ def test_cublas_multiplies_blocks_on_a_gpu(tokens: int, has_bias: bool) -> None:
 
 
 def test_scales_of_a_group_are_next_to_each_other() -> None:
-    from pd.kernels import fp8_triton
+    from pd.kernels import fp8_rows_triton
 
     skip_unless_interpreter_works()
     inputs = INPUTS["tail"]
     for tokens in (1, 7, 33):
         x = normal(seeded(), tokens, inputs.size)
-        found = fp8_triton.quantize_rows(x.to(DEVICE), inputs)
+        found = fp8_rows_triton.quantize_rows(x.to(DEVICE), inputs)
         expected = quantize_rows(x, inputs)
         for rows in (found, expected):
             assert tokens == 1 or rows.scales.stride(0) == 1

@@ -7,11 +7,11 @@ import torch
 from triton_device import (
     DEVICE,
     DTYPES,
+    EACH_DTYPE,
     ON_GPU,
     assert_near,
     normal,
     seeded,
-    skip_unless_interpreter_works,
 )
 
 from pd.kernels.activation import silu_and_mul
@@ -19,17 +19,11 @@ from pd.kernels.linear import gate_up_silu, linear
 from pd.kernels.norm import add_rms_norm, rms_norm
 from pd.kernels.rope import apply_rope, compute_rotations, inverse_frequencies, rotate_and_store
 
-pytestmark = pytest.mark.usefixtures("_works")
-DTYPE = pytest.mark.parametrize(("dtype", "error"), DTYPES)
-
-
-@pytest.fixture(scope="module")
-def _works() -> None:
-    skip_unless_interpreter_works()
+pytestmark = pytest.mark.usefixtures("triton_works")
 
 
 class TestNorm:
-    @DTYPE
+    @EACH_DTYPE
     @pytest.mark.parametrize(("rows", "size"), [(1, 96), (5, 64), (3, 1000), (0, 64)])
     def test_norm_and_added_norm(
         self, rows: int, size: int, dtype: torch.dtype, error: float
@@ -56,7 +50,7 @@ class TestNorm:
 
 
 class TestActivation:
-    @DTYPE
+    @EACH_DTYPE
     @pytest.mark.parametrize("shape", [(1, 6), (3, 2200), (2, 3, 32), (0, 8)])
     def test_silu_and_mul(self, shape: tuple[int, ...], dtype: torch.dtype, error: float) -> None:
         from pd.kernels import activation_triton
@@ -76,7 +70,7 @@ class TestRope:
             out = rope_triton.compute_rotations(positions.to(DEVICE), frequencies.to(DEVICE), scale)
             assert_near(out, compute_rotations(positions, frequencies, scale), 1e-6)
 
-    @DTYPE
+    @EACH_DTYPE
     @pytest.mark.parametrize("has_norm", [False, True])
     @pytest.mark.parametrize(
         ("tokens", "heads", "kv_heads", "head_dim", "rotated"),

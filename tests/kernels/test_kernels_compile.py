@@ -19,8 +19,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pd.kernels import acceptance_triton, fp8_triton, moe_fp8_triton, moe_triton, penalties_triton
-from pd.kernels import rope_triton
+from pd.kernels import acceptance_triton, fp8_rows_triton, fp8_triton, moe_fp8_triton, moe_triton
+from pd.kernels import penalties_triton, rope_triton
 from pd.kernels.attention import triton_kernel
 
 def compiled(kernel, pointers, numbers, constants, tile=None):
@@ -110,16 +110,16 @@ for span, rounds in ((128, True), (4096, False)):
     shape |= {"input_scale": None}
     for gated in (True, False):
         gate = shape | {"GATED": gated}
-        compiled(fp8_triton._quantize_rows, rows, numbers, gate | {"limit": None})
-    compiled(fp8_triton._quantize_rows, rows | {"limit": "*i32"}, numbers, gate)
+        compiled(fp8_rows_triton._quantize_rows, rows, numbers, gate | {"limit": None})
+    compiled(fp8_rows_triton._quantize_rows, rows | {"limit": "*i32"}, numbers, gate)
     normed = rows | {"residual": "*bf16", "weight": "*bf16"}
     sizes = dict.fromkeys("size width num_groups stride".split(), "i32") | {"eps": "fp32"}
-    compiled(fp8_triton._rms_norm, normed, sizes, shape)
+    compiled(fp8_rows_triton._rms_norm, normed, sizes, shape)
 sizes = dict.fromkeys("x_stride size width lead".split(), "i32")
 for gated in (True, False):
     shape = {"BLOCK": 4096, "ROUNDS": False, "GATED": gated, "PDL": True}
-    compiled(fp8_triton._quantize_long_rows, rows, sizes, shape | {"limit": None})
-compiled(fp8_triton._quantize_long_rows, rows | {"limit": "*i32"}, sizes, shape)
+    compiled(fp8_rows_triton._quantize_long_rows, rows, sizes, shape | {"limit": None})
+compiled(fp8_rows_triton._quantize_long_rows, rows | {"limit": "*i32"}, sizes, shape)
 given = {"x": "*fp8e4nv", "weight": "*fp8e4nv", "x_scales": "*fp32", "w_scales": "*fp32"}
 given |= {"out": "*bf16", "bias": "*bf16"}
 numbers = dict.fromkeys("num_rows outputs width num_groups stride".split(), "i32")

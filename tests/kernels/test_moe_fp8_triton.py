@@ -10,7 +10,7 @@ from attention_cases import poisoned_memory
 from kernels.test_fp8_triton import make_weight, move_weight, normal_there
 from triton_device import (
     DEVICE,
-    DTYPES,
+    EACH_DTYPE,
     ON_GPU,
     SEED,
     normal,
@@ -58,7 +58,7 @@ def replace_conversion(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.sample
-@pytest.mark.parametrize(("dtype", "error"), DTYPES)
+@EACH_DTYPE
 @pytest.mark.parametrize("group", [0, 128])
 @pytest.mark.parametrize(
     ("tokens", "count", "top_k", "ranks"), [(1, 8, 4, 4), (5, 6, 2, 2), (33, 3, 3, 3), (0, 4, 2, 2)]
@@ -112,17 +112,19 @@ def test_conversion_ends_at_a_limit(
     group: int, is_long: bool, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows from there on are not even written."""
-    from pd.kernels import fp8_triton
+    from pd.kernels import fp8_rows_triton
 
     skip_unless_interpreter_works()
     if is_long:
-        monkeypatch.setattr(fp8_triton, "_LONG_BLOCK", 128)
-        monkeypatch.setattr(fp8_triton, "_LONG_ROWS", 8)
+        monkeypatch.setattr(fp8_rows_triton, "_LONG_BLOCK", 128)
+        monkeypatch.setattr(fp8_rows_triton, "_LONG_ROWS", 8)
     inputs = Fp8Inputs(300, group)
     x = normal(seeded(), 9, 300).half().to(DEVICE)
-    whole = fp8_triton.quantize_rows(x, inputs)
+    whole = fp8_rows_triton.quantize_rows(x, inputs)
     with poisoned_memory():
-        found = fp8_triton.quantize_rows(x, inputs, limit=torch.tensor([limit]).int().to(DEVICE))
+        found = fp8_rows_triton.quantize_rows(
+            x, inputs, limit=torch.tensor([limit]).int().to(DEVICE)
+        )
     assert torch.equal(
         found.values[:limit].view(torch.uint8), whole.values[:limit].view(torch.uint8)
     )
@@ -131,7 +133,7 @@ def test_conversion_ends_at_a_limit(
 
 
 @pytest.mark.sample
-@pytest.mark.parametrize(("dtype", "error"), DTYPES)
+@EACH_DTYPE
 @pytest.mark.parametrize("group", [0, 128])
 @pytest.mark.parametrize(
     ("tokens", "count", "top_k", "hidden", "size", "lead"),

@@ -11,25 +11,18 @@ from attention_cases import poisoned_memory
 from torch.nn import functional
 from triton_device import (
     DEVICE,
-    DTYPES,
+    EACH_DTYPE,
     ON_GPU,
     assert_near,
     normal,
     seeded,
-    skip_unless_interpreter_works,
 )
 
 from pd.kernels.activation import ClampedGate
 from pd.kernels.local_experts import LocalExperts
 from pd.kernels.moe import moe_mlp, route_tokens
 
-pytestmark = pytest.mark.usefixtures("_works")
-DTYPE = pytest.mark.parametrize(("dtype", "error"), DTYPES)
-
-
-@pytest.fixture(scope="module")
-def _works() -> None:
-    skip_unless_interpreter_works()
+pytestmark = pytest.mark.usefixtures("triton_works")
 
 
 def experts(
@@ -37,11 +30,18 @@ def experts(
 ) -> tuple[torch.Tensor, ...]:
     """x, weights, ids, gate_up and down."""
     random = seeded()
-    x = normal(random, tokens, hidden).to(dtype)
-    weights, ids = route_tokens(normal(random, tokens, count).to(dtype), top_k, True)
+    x, weights, ids = draw_tokens(random, tokens, count, top_k, hidden, dtype)
     gate_up = normal(random, count, 2 * size, hidden, scale=hidden**-0.5).to(dtype)
     down = normal(random, count, hidden, size, scale=size**-0.5).to(dtype)
     return x, weights, ids, gate_up, down
+
+
+def draw_tokens(
+    random: torch.Generator, tokens: int, count: int, top_k: int, hidden: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, ...]:
+    """Draw tokens, and the weights and numbers of the experts that they choose."""
+    x = normal(random, tokens, hidden).to(dtype)
+    return x, *route_tokens(normal(random, tokens, count).to(dtype), top_k, True)
 
 
 def make_clamp(
@@ -94,7 +94,7 @@ class TestReference:
 
 
 @pytest.mark.sample
-@DTYPE
+@EACH_DTYPE
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize(
     ("tokens", "count", "top_k"), [(1, 8, 2), (9, 60, 8), (3, 5, 5), (0, 4, 2)]
@@ -114,7 +114,7 @@ def test_routing(
 
 
 @pytest.mark.sample
-@DTYPE
+@EACH_DTYPE
 @pytest.mark.parametrize("is_clamped", [False, True])
 @pytest.mark.parametrize(
     ("tokens", "count", "top_k", "hidden", "size", "ranks"),
@@ -165,7 +165,7 @@ def test_ranks_with_different_experts_sum_to_the_whole(
     assert_near(sums, whole, 1e-5)
 
 
-@DTYPE
+@EACH_DTYPE
 @pytest.mark.parametrize("is_clamped", [False, True])
 @pytest.mark.parametrize(
     ("tokens", "count", "top_k", "hidden", "size"),

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from attention_cases import poisoned_memory
-from kernels.test_moe_triton import make_clamp, move
+from kernels.test_moe_triton import draw_tokens, make_clamp, move
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from triton_device import (
     DEVICE,
-    DTYPES,
+    EACH_DTYPE,
     ON_GPU,
     assert_near,
     normal,
@@ -21,8 +21,6 @@ from pd.kernels.activation import ClampedGate
 from pd.kernels.local_experts import LocalExperts
 from pd.kernels.moe import moe_mlp, route_tokens
 from pd.kernels.mxfp4 import Mxfp4Weight, allocate_scales, dequantize_mxfp4
-
-DTYPE = pytest.mark.parametrize(("dtype", "error"), DTYPES)
 
 
 def make_mxfp4(
@@ -82,7 +80,7 @@ def dequantize(weight: Mxfp4Weight) -> torch.Tensor:
 
 # The larger ones in one dtype only.
 @pytest.mark.sample(cells=lambda params: params["tokens"] < 33 or params["dtype"] != torch.float32)
-@DTYPE
+@EACH_DTYPE
 @pytest.mark.parametrize(
     ("tokens", "count", "top_k", "hidden", "size"),
     [
@@ -106,8 +104,7 @@ def test_grouped_product(
 
     skip_unless_interpreter_works()
     random = seeded()
-    x = normal(random, tokens, hidden).to(dtype)
-    weights, ids = route_tokens(normal(random, tokens, count).to(dtype), top_k, True)
+    x, weights, ids = draw_tokens(random, tokens, count, top_k, hidden, dtype)
     gate_up, down = (
         make_mxfp4(random, count, 2 * size, hidden),
         make_mxfp4(random, count, hidden, size),
@@ -128,7 +125,7 @@ def test_grouped_product(
     assert_near(out, moe_mlp(x.float(), weights.float(), ids, *wide, clamp), 2 * error)
 
 
-@DTYPE
+@EACH_DTYPE
 @pytest.mark.parametrize(
     ("tokens", "ranks"), [pytest.param(1, 4, marks=pytest.mark.full), (5, 2), (33, 4)]
 )
@@ -140,8 +137,7 @@ def test_ranks_with_different_experts_sum_to_the_whole(
 
     skip_unless_interpreter_works()
     random = seeded()
-    x = normal(random, tokens, 64).to(dtype)
-    weights, ids = route_tokens(normal(random, tokens, 8).to(dtype), 3, True)
+    x, weights, ids = draw_tokens(random, tokens, 8, 3, 64, dtype)
     experts = make_mxfp4(random, 8, 2 * 32, 64), make_mxfp4(random, 8, 64, 32)
     clamp = move(make_clamp(*(dequantize(each) for each in experts)), dtype)
     sums = torch.zeros(tokens, 64)

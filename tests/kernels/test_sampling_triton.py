@@ -12,7 +12,6 @@ from triton_device import (
     SEED,
     normal,
     seeded,
-    skip_unless_interpreter_works,
 )
 
 from pd.core.sampling_params import SEED_LIMIT
@@ -21,12 +20,7 @@ from pd.kernels.sampling import find_threshold, sample_rows
 # Between the seeds of two rows.
 _FAR = 0x1234567890ABCDEF
 
-pytestmark = pytest.mark.usefixtures("_works")
-
-
-@pytest.fixture(scope="module")
-def _works() -> None:
-    skip_unless_interpreter_works()
+pytestmark = pytest.mark.usefixtures("triton_works")
 
 
 def triton_rows(*arguments: object) -> tuple[torch.Tensor, torch.Tensor]:

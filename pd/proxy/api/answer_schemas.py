@@ -7,6 +7,8 @@ from typing import Annotated, Literal, NotRequired
 from pydantic import ConfigDict, Field, with_config
 from typing_extensions import TypeAliasType, TypedDict
 
+from pd.proxy.storage.batches import BatchStatus  # noqa: TC001  (read at run time)
+
 # [log probability (null for the first token of a prompt), token id, text]
 LogprobTriple = tuple[float | None, int, str]
 
@@ -695,16 +697,7 @@ class BatchObject(TypedDict):
     errors: BatchErrorList | None
     input_file_id: str
     completion_window: str
-    status: Literal[
-        "validating",
-        "in_progress",
-        "finalizing",
-        "completed",
-        "failed",
-        "expired",
-        "cancelling",
-        "cancelled",
-    ]
+    status: BatchStatus
     output_file_id: Annotated[str | None, Field(description="Results of successful requests.")]
     error_file_id: Annotated[str | None, Field(description="Results of other requests.")]
     created_at: int

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd.proxy.api.answer_schemas import BatchList, BatchObject
-    from pd.proxy.storage.batches import BatchStore, Status
+    from pd.proxy.storage.batches import BatchStatus, BatchStore
 
 _DEFAULT_LISTED, _MAX_LISTED = 20, 100
 
@@ -79,7 +79,7 @@ class BatchesAPI:
 
 
 def _describe_batch(batch: StoredBatch) -> BatchObject:
-    def get_time(status: Status) -> int | None:
+    def get_time(status: BatchStatus) -> int | None:
         return int(batch.times[status]) if status in batch.times else None
 
     return {

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pd.proxy.batches.sender import BatchSender
     from pd.proxy.dispatch.proxy_metrics import Metrics
     from pd.proxy.http.access import Access
-    from pd.proxy.storage.batches import BatchStore, OpenBatch, Status, StoredBatch
+    from pd.proxy.storage.batches import BatchStatus, BatchStore, OpenBatch, StoredBatch
     from pd.proxy.storage.database import Database
     from pd.proxy.storage.files import FileStore
 
@@ -37,7 +37,7 @@ RETRY_SECONDS, MAX_RETRY_SECONDS = 30.0, 600.0
 MAX_KEY_RUNNING, MAX_RUNNING = 2, 32
 _LOCK = "batches.lock"
 # Statuses of batches that have not ended, as the metrics show them.
-_OPEN: tuple[Status, ...] = ("validating", "in_progress", "finalizing", "cancelling")
+_OPEN: tuple[BatchStatus, ...] = ("validating", "in_progress", "finalizing", "cancelling")
 _REVOKED = BatchProblem("invalid_api_key", "the proxy does not accept the batch's key any more")
 
 

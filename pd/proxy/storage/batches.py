@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from pd.proxy.storage.database import Database
 
-Status = Literal[
+BatchStatus = Literal[
     "validating",
     "in_progress",
     "finalizing",
@@ -89,7 +89,7 @@ class StoredBatch(msgspec.Struct, frozen=True, kw_only=True):
     expires: float
     output_name: str
     error_name: str
-    status: Status = "validating"
+    status: BatchStatus = "validating"
     outcome: Outcome = "completed"
     metadata: dict[str, str] | None = None
     output_seconds: float = FILE_SECONDS
@@ -107,7 +107,7 @@ class StoredBatch(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the batch has not ended."""
         return self.status in _OPEN
 
-    def move_to(self, status: Status, **changes: object) -> StoredBatch:
+    def move_to(self, status: BatchStatus, **changes: object) -> StoredBatch:
         """Return the batch in its next status."""
         times = self.times | {status: time.time()}
         return msgspec.structs.replace(self, status=status, times=times, **changes)
