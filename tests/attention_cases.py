@@ -139,13 +139,14 @@ class Case:
         window = self.windows[layer] if self.windows else 0
         slots = slots[-window:] if window else slots
         out = torch.empty(len(q), self.value_dim, dtype=torch.float64)
-        keys = self.pool.get_keys(layer)[slots].double()
-        values = self.pool.get_values(layer)[slots].double()
+        keys = self.pool.get_keys(layer)[slots].double().cpu()
+        values = self.pool.get_values(layer)[slots].double().cpu()
+        q = q.double().cpu()
         for head in range(len(q)):
             shared = head // self.group
-            scores = keys[:, shared] @ q[head].double() * self.scale
+            scores = keys[:, shared] @ q[head] * self.scale
             if self.sinks is not None:
-                scores = torch.cat((scores, self.sinks[head : head + 1].double()))
+                scores = torch.cat((scores, self.sinks[head : head + 1].double().cpu()))
             weights = scores.softmax(0)[: len(slots)]
             out[head] = weights @ values[:, shared, : self.value_dim]
         return out
