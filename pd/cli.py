@@ -138,12 +138,14 @@ def bench(argv: Sequence[str] | None = None) -> int:
         write_without_waiting("stderr")
     from pd.bench import compare, engine, proxy, radix, serve, sweep, transfer
     from pd.bench.page import command as report
+    from pd.bench.programs import command as bench_programs
 
     parser = Parser(prog="pd-bench", description="Measure parts of the system, or all of it.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="BENCHMARK")
     programs: dict[str, tuple[Benchmark, str]] = {
         "compare": (compare, "whether one version is faster than another"),
         "engine": (engine, "speed of one node's prefill and decode"),
+        "programs": (bench_programs, "what the prefix cache gives programs"),
         "proxy": (proxy, "what the proxy costs"),
         "radix": (radix, "speed of the radix cache"),
         "report": (report, "a page about runs and sweeps"),

@@ -55,7 +55,7 @@ class RuntimeEndpoint(NativeBackend):
         Raises UsageError for an invalid address, SetupError if nobody answers there.
         """
         url = parse_base_url(base_url, "base_url", "api_key")
-        super().__init__(_HttpService(url, api_key, verify))
+        super().__init__(HttpService(url, api_key, verify))
 
     @property
     def endpoint(self) -> RuntimeEndpoint:
@@ -76,7 +76,7 @@ class _Call:
     cancelled: threading.Event = field(default_factory=threading.Event)
 
 
-class _HttpService:
+class HttpService:
     """Pd's native requests over HTTP."""
 
     def __init__(self, url: str, api_key: str | None, verify: str | bool | None) -> None:
@@ -181,7 +181,7 @@ class _HttpService:
         return response
 
 
-_services: weakref.WeakSet[_HttpService] = weakref.WeakSet()
+_services: weakref.WeakSet[HttpService] = weakref.WeakSet()
 
 
 def _reconnect() -> None:

@@ -40,7 +40,7 @@ _THEMES = {
     "light": {"text": "#1c2733", "line": "#c9d1d9", "back": "#ffffff"},
     "dark": {"text": "#dce3ea", "line": "#3b4652", "back": "#12181f"},
 }
-_COLORS = ("#2f6fde", "#e0792b", "#2a9d6f", "#b54fc4", "#c43d4b", "#6b7a8a")
+_COLORS = ("#2f6fde", "#e0792b", "#2a9d6f", "#b54fc4", "#c43d4b", "#6b7a8a", "#b39b25")
 
 
 class Chart(NamedTuple):

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 
 from pd.bench.load.measures import LATENCIES
+from pd.bench.page.runs import PROGRAM_COLUMNS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from pd.bench.page.charts import Chart
-    from pd.bench.page.runs import ReportedRun, Sweep
+    from pd.bench.page.runs import ProgramsReport, ReportedRun, Sweep
 
 _COLUMNS = ("mean", "p50", "p90", "p95", "p99", "p99.9", "max")
 _PAGE = """\
@@ -62,6 +63,15 @@ code, pre { font-size: .85em; white-space: pre-wrap; overflow-wrap: anywhere; }
 {% endfor %}{% endfor %}
 </table>
 {% endif %}
+{% for table in programs %}
+<h2>Programs: {{ table.name }}</h2>
+<table>
+<tr>{% for name in program_columns %}<th>{{ name }}</th>{% endfor %}</tr>
+{% for row in table.rows %}
+<tr>{% for value in row %}<td>{{ value }}</td>{% endfor %}</tr>
+{% endfor %}
+</table>
+{% endfor %}
 {% for chart in charts %}
 <h2>{{ chart.title }}</h2>
 <p>{{ chart.text }}</p>
@@ -98,7 +108,11 @@ _FACTS = {
 
 
 def render_page(
-    title: str, runs: Sequence[ReportedRun], sweeps: Sequence[Sweep], charts: Sequence[Chart]
+    title: str,
+    runs: Sequence[ReportedRun],
+    sweeps: Sequence[Sweep],
+    charts: Sequence[Chart],
+    programs: Sequence[ProgramsReport],
 ) -> str:
     """Render one self-contained HTML file."""
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(
@@ -109,6 +123,16 @@ def render_page(
         columns=_COLUMNS,
         facts=[*_FACTS, "goodput share"],
         runs=[_describe_run(run) for run in runs],
+        program_columns=list(PROGRAM_COLUMNS.values()),
+        programs=[
+            {
+                "name": report.name,
+                "rows": [
+                    [_format_number(row[name]) for name in PROGRAM_COLUMNS] for row in report.rows
+                ],
+            }
+            for report in programs
+        ],
         charts=[
             {
                 "title": chart.title,
@@ -118,7 +142,11 @@ def render_page(
             }
             for chart in charts
         ],
-        sources=[*map(_describe_source, runs), *map(_describe_sweep, sweeps)],
+        sources=[
+            *(_describe_source(run.name, run.summary) for run in runs),
+            *map(_describe_sweep, sweeps),
+            *(_describe_source(report.name, report.source) for report in programs),
+        ],
     )
 
 
@@ -161,11 +189,10 @@ def _flatten(value: object, name: str = "") -> list[tuple[str, object]]:
     ]
 
 
-def _describe_source(run: ReportedRun) -> dict[str, str]:
-    summary = run.summary
+def _describe_source(name: str, summary: Mapping[str, Any]) -> dict[str, str]:
     machine = ", ".join(f"{name} {value}" for name, value in (summary.get("machine") or {}).items())
     rest = f"commit {summary.get('commit')}, {summary.get('date')}; client: {machine}"
-    return {"name": run.name, "command": str(summary.get("command", "")), "rest": rest}
+    return {"name": name, "command": str(summary.get("command", "")), "rest": rest}
 
 
 def _describe_sweep(sweep: Sweep) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Reads the result files of `pd-bench serve` and `pd-bench sweep` for a report."""
+"""Reads the result files of `pd-bench serve`, `sweep` and `programs` for a report."""
 
 from __future__ import annotations
 
@@ -15,6 +15,23 @@ if TYPE_CHECKING:
 
 # A larger file cannot be a summary.
 _MAX_BYTES = 256 << 20
+
+
+# Columns of a table of programs, by their names in result files.
+PROGRAM_COLUMNS = {
+    "workload": "workload",
+    "layout": "layout",
+    "ablation": "ablation",
+    "page_size": "page size",
+    "pool": "pool",
+    "programs_per_s": "programs/s",
+    "latency_mean_s": "mean s",
+    "latency_p99_s": "p99 s",
+    "hit_rate": "hit rate",
+    "best_hit_rate": "best",
+    "of_best": "of the best",
+    "page_loss": "lost to pages",
+}
 
 
 @dataclass(frozen=True)
@@ -65,6 +82,29 @@ class Sweep:
         return list(dict.fromkeys(row["deployment"] for row in self.rows))
 
 
+@dataclass(frozen=True)
+class ProgramsReport:
+    """One result file: where it comes from, and a row for each workload, layout and ablation."""
+
+    name: str
+    source: dict[str, Any]
+    rows: list[dict[str, Any]]
+
+    @property
+    def layouts(self) -> list[str]:
+        return list(dict.fromkeys(row["layout"] for row in self.rows))
+
+    def select_rows(self, layout: str, *, small_pool: bool) -> list[dict[str, Any]]:
+        """Return the rows of a layout with the first page size, with either kind of pool."""
+        return [
+            row
+            for row in self.rows
+            if row["layout"] == layout
+            and row["page_size"] == self.rows[0]["page_size"]
+            and (row["pool"] != "ample") == small_pool
+        ]
+
+
 def why_partial(summary: Mapping[str, Any]) -> str | None:
     """Return why the ``summary.json`` of a run covers only a part of it; None for a whole run."""
     missing = (summary.get("notes") or {}).get("records_missing_from")
@@ -85,14 +125,19 @@ def read_run(directory: Path, name: str) -> ReportedRun:
     return ReportedRun(name, summary, sorted(records, key=lambda record: record.due))
 
 
-def read_sweep(file: Path) -> Sweep:
-    """Read a file of `pd-bench sweep --output`. Raises UsageError for any other."""
+def read_rows(file: Path, name: str) -> Sweep | ProgramsReport:
+    """Read a file of `pd-bench sweep` or `pd-bench programs`. Raises UsageError for any other."""
     report = _read_json(file)
     rows = report.get("results")
-    if not isinstance(rows, list) or not all(
-        isinstance(row, dict) and "deployment" in row for row in rows
-    ):
-        raise UsageError(f"{file} is of no sweep: its 'results' must name deployments")
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise UsageError(f"{file} has no list of 'results'")
+    if rows and all(PROGRAM_COLUMNS.keys() <= row.keys() for row in rows):
+        return ProgramsReport(name, report, rows)
+    if not all("deployment" in row for row in rows):
+        raise UsageError(
+            f"{file} is of no sweep: its 'results' must name deployments; nor is it of pd-bench "
+            "programs"
+        )
     return Sweep(
         str(report.get("command", "")),
         [row for row in rows if "rate" in row],

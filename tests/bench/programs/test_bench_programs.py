@@ -1,0 +1,173 @@
+"""`pd-bench programs` on real processes: its counts are those of the nodes, and add up."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from pd.bench.programs import optimum, runner
+from pd.bench.programs.layouts import ProgramLayout, start_layout
+from pd.bench.programs.workloads import WORKLOADS, make_workload
+from pd.cli import bench
+from pd.core.errors import SetupError
+from pd.embedded import EMBEDDED_MODEL
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pd.bench.programs.layouts import RunningLayout
+
+AMPLE = 16384
+OWN_PROGRAM = """
+import random
+
+import pd.lang as pl
+from pd.bench.programs.workloads import ProgramWorkload, make_words
+
+
+@pl.function
+def greet(s, rules, name):
+    s += rules + "Dear " + name + ", " + pl.gen("letter", max_tokens=8, stop="\\n")
+
+
+def make_workload(seed, count):
+    rules = make_words(random.Random(seed), 80)
+    names = tuple({"name": f"number {i}"} for i in range(count))
+    return ProgramWorkload("letters", greet.bind(rules=rules), names)
+"""
+
+
+def run_bench(tmp_path: Path, *flags: object) -> list[dict[str, Any]]:
+    output = tmp_path / "programs.json"
+    sizes = ("--programs", 3, "--concurrency", 3, "--kv-cache-tokens", AMPLE)
+    assert bench(["programs", *map(str, (*sizes, *flags)), "--output", str(output)]) == 0
+    rows: list[dict[str, Any]] = json.loads(output.read_text())["results"]
+    return rows
+
+
+def read_node_hits(layout: RunningLayout) -> int:
+    """Sum the hits that the nodes of a deployment counted themselves."""
+    urls = re.findall(r'^pd_proxy_worker_up\{.*url="([^"]+)"\}', read_page(layout.url), re.M)
+    pages = [read_page(url) for url in urls]
+    return sum(
+        int(float(found)) for page in pages for found in re.findall(r'kind="hit"\} (.*)', page)
+    )
+
+
+def read_page(url: str) -> str:
+    return httpx.get(f"{url}/metrics", trust_env=False).text
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(("endings", "skeleton"), id="two"),
+        pytest.param(WORKLOADS, id="all", marks=pytest.mark.full),
+    ],
+)
+def test_one_node_with_an_ample_pool_is_at_the_optimum(names: tuple[str, ...], seed: int) -> None:
+    settings = ProgramLayout("unified", "cpu", 1)
+    with start_layout(EMBEDDED_MODEL, settings, AMPLE) as layout:
+        for name in names:
+            workload = make_workload(name, seed, 3)
+            result = runner.run_workload(layout, workload, runner.Ablation(), settings, 3)
+            assert result.hit_tokens == result.best.hit_tokens > 0, name
+            assert len(result.latencies) == 3
+        assert read_node_hits(layout) == layout.read_tokens()[1]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_prefill_node_with_an_ample_pool_is_at_the_optimum(
+    name: str, page_size: int, seed: int
+) -> None:
+    settings = ProgramLayout("1p1d", "cpu", page_size)
+    with start_layout(EMBEDDED_MODEL, settings, AMPLE) as layout:
+        workload = make_workload(name, seed, 3)
+        result = runner.run_workload(layout, workload, runner.Ablation(), settings, 3)
+        assert result.hit_tokens == result.best.hit_tokens > 0
+        assert (result.page_loss > 0) == (page_size > 1)
+
+
+def test_more_hits_than_the_optimum_end_the_run(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    settings = ProgramLayout("unified", "cpu", 1)
+    workload = make_workload("few-shot", seed, 2)
+    run = (workload, runner.Ablation(), settings, 2)
+    real = runner.replay_best_order
+
+    def forget_one_hit(*args: Any, **kwargs: Any) -> Any:
+        replay = real(*args, **kwargs)
+        return replace(replay, hit_tokens=replay.hit_tokens - 1)
+
+    def forget_a_request(*args: Any) -> Any:
+        return list_requests(*args)[1:]
+
+    list_requests = runner.list_requests
+    with start_layout(EMBEDDED_MODEL, settings, AMPLE) as layout:
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, "replay_best_order", forget_one_hit)
+            with pytest.raises(SetupError, match="but the best order gives"):
+                runner.run_workload(layout, *run)
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, "list_requests", forget_a_request)
+            with pytest.raises(SetupError, match="but the recorded requests have"):
+                runner.run_workload(layout, *run)
+        runner.run_workload(layout, *run)
+
+
+def test_ablations_of_ones_own_program_and_a_page_about_them(tmp_path: Path) -> None:
+    program, page = tmp_path / "mine.py", tmp_path / "page.html"
+    program.write_text(OWN_PROGRAM)
+    flags = ("--program", program, "--layout", "unified", "--page-size", 1, 16)
+    rows = run_bench(tmp_path, *flags, "--ablation", "full", "all off")
+    full, small_pool = (
+        next(row for row in rows if row["ablation"] == "full" and (row["pool"] == "ample") == ample)
+        for ample in (True, False)
+    )
+    assert {row["workload"] for row in rows} == {"letters"}
+    assert full["of_best"] == 1 and full["page_loss"] == 0
+    assert small_pool["pool"] < AMPLE and 0 < small_pool["of_best"] <= 1
+    (off,) = (row for row in rows if row["ablation"] == "all off")
+    assert (off["hit_rate"], off["of_best"]) == (0, 0) and off["best_hit_rate"] > 0
+    # Without hints, nobody computes the rules before the letters.
+    assert off["requests"] == full["requests"] - 1 == 3
+    (pages,) = (row for row in rows if row["page_size"] == 16)
+    assert pages["page_loss"] > 0
+    assert bench(["report", str(tmp_path / "programs.json"), "--output", str(page)]) == 0
+    text = page.read_text()
+    assert "Ablations: programs, unified" in text and "A small pool: programs, unified" in text
+    assert text.count("<td>letters</td>") == len(rows)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["1p1d", "elastic"])
+def test_every_ablation_of_a_layout_is_measured(layout: str, tmp_path: Path) -> None:
+    flags = ("--workload", "judge", "--layout", layout, "--page-size", 1, "--pool-share", 0)
+    rows = run_bench(tmp_path, *flags)
+    skipped = {"fcfs"} if layout == "elastic" else set()
+    assert {row["ablation"] for row in rows} == runner.ABLATIONS.keys() - skipped
+    assert all(0 <= row["of_best"] <= 1 for row in rows)
+    hits = {row["ablation"]: row["hit_rate"] for row in rows}
+    assert hits["full"] > 0 and hits["no cache"] == hits["all off"] == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--programs", "0"], "must be at least 1"),
+        (["--pool-share", "1"], "below 1"),
+        (["--program", "none.py"], "there is no such Python file"),
+        (["--program", optimum.__file__], "define make_workload"),
+    ],
+)
+def test_invalid_arguments_are_refused(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench(["programs", *flags]) == 2
+    assert message in capsys.readouterr().err
