@@ -30,6 +30,7 @@ PROGRAM_COLUMNS = {
     "hit_rate": "hit rate",
     "best_hit_rate": "best",
     "of_best": "of the best",
+    "sent_order_hit_rate": "best eviction",
     "page_loss": "lost to pages",
 }
 

@@ -19,10 +19,16 @@ request must pay, and exactly one does.
 whenever a prompt continues an earlier prompt and its answer, because such a prompt has more
 reusable pages. Other dependences, such as an answer quoted in an unrelated prompt, are ignored.
 They could only lower the optimum, so a measured hit rate never exceeds it.
+
+**A small pool.** The best order may need programs to wait for each other to the end, which nobody
+wants of chats. So :func:`replay_sent_order` keeps the order in which the requests were sent, and
+asks what the best eviction gives in a pool of some size: pages that are hit again last go first
+(Belady's rule). A scheduler that changes the order may do better than that.
 """
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -92,6 +98,59 @@ def replay_requests(
     return Replay(total, hits, cache.num_pages * page_size)
 
 
+def replay_sent_order(
+    requests: Sequence[CacheRequest], page_size: int, num_pages: int, *, answers_stay: bool
+) -> int:
+    """Count the hits of requests in this order, in a pool whose eviction knows the future.
+
+    A request needs all its pages in the pool at the same time.
+
+    Args:
+        num_pages: pages of the pool, enough for each request alone.
+    """
+    tree = _UnlimitedCache(page_size)
+    paths = [tree.keep_tokens(request.token_ids) for request in requests]
+    needed = [set(path) for path in paths]
+    if answers_stay:
+        for pages, request in zip(needed, requests, strict=True):
+            for answer in request.answers:
+                pages.update(tree.keep_tokens(request.token_ids + answer))
+    reusable = [
+        path[: request.reusable // page_size] for path, request in zip(paths, requests, strict=True)
+    ]
+    # For each page, the requests that need it, the last one first, and whether they can hit it.
+    # Others compute it anyway, so nothing is gained by keeping it until then.
+    uses: dict[int, list[tuple[int, bool]]] = {}
+    for number in reversed(range(len(requests))):
+        hittable = set(reusable[number])
+        for page in needed[number]:
+            uses.setdefault(page, []).append((number, page in hittable))
+    cached: set[int] = set()
+    # Cached pages by their next use, the latest first, and then the last of a prefix; a page may
+    # also have outdated entries.
+    order: list[tuple[int, int]] = []
+    next_uses: dict[int, int] = {}
+    hits = 0
+    for number, pages in enumerate(needed):
+        hits += next(
+            (depth for depth, page in enumerate(reusable[number]) if page not in cached),
+            len(reusable[number]),
+        )
+        surplus = len(cached | pages) - num_pages
+        while surplus > 0:
+            next_use, page = (-value for value in heapq.heappop(order))
+            if page in cached and page not in pages and next_uses[page] == next_use:
+                cached.remove(page)
+                surplus -= 1
+        for page in pages:
+            left = uses[page]
+            left.pop()
+            next_uses[page] = left[-1][0] if left and left[-1][1] else len(requests)
+            heapq.heappush(order, (-next_uses[page], -page))
+        cached |= pages
+    return hits * page_size
+
+
 class _UnlimitedCache:
     """A tree of pages. It shares no code with :class:`pd.radix.RadixCache`, which it judges."""
 
@@ -114,11 +173,13 @@ class _UnlimitedCache:
             place, hits = found, hits + self._page_size
         return hits
 
-    def keep_tokens(self, tokens: tuple[int, ...]) -> None:
-        """Keep all whole pages."""
-        place = 0
+    def keep_tokens(self, tokens: tuple[int, ...]) -> list[int]:
+        """Keep all whole pages, and return their numbers."""
+        place, numbers = 0, []
         for page in self._split_pages(tokens):
             place = self._pages.setdefault((place, page), len(self._pages) + 1)
+            numbers.append(place)
+        return numbers
 
     def _split_pages(self, tokens: tuple[int, ...]) -> list[tuple[int, ...]]:
         size = self._page_size

@@ -17,44 +17,47 @@ if TYPE_CHECKING:
     Tokenize = Callable[[str, bool], list[int]]
 
 
-class RecordingService:
-    """A native service that records every body with its answer. All threads may call it.
+class RecordedCall:
+    """A body of ``POST /generate``, and its answer; None before that, or if there is none."""
 
-    Attributes:
-        calls: body and answer of each request that was answered; for a stream, the whole answer.
-    """
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        self.body = body
+        self.answer: Any = None
+
+
+class RecordingService:
+    """A native service that records every body with its answer. All threads may call it."""
 
     def __init__(self, service: NativeService) -> None:
         self._service = service
         self._lock = threading.Lock()
-        self.calls: list[tuple[Mapping[str, Any], Any]] = []
+        self._calls: list[RecordedCall] = []
 
     def generate(self, body: Mapping[str, Any]) -> Any:
-        answer = self._service.generate(body)
-        self._record(body, answer)
-        return answer
+        call = self._note_call(body)
+        call.answer = self._service.generate(body)
+        return call.answer
 
     def stream(self, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        call = self._note_call(body)
         output_ids: list[int] = []
-        last: dict[str, Any] = {"meta_info": {}}
         for event in self._service.stream(body):
-            if body.get("incremental"):
-                output_ids += event["output_ids"]
-            else:
-                output_ids = event["output_ids"]
-            last = event
+            earlier = output_ids if body.get("incremental") else []
+            output_ids = earlier + event["output_ids"]
             yield event
-        self._record(body, last | {"output_ids": output_ids})
+            call.answer = event | {"output_ids": output_ids}
 
-    def _record(self, body: Mapping[str, Any], answer: Any) -> None:
+    def _note_call(self, body: Mapping[str, Any]) -> RecordedCall:
+        call = RecordedCall(body)
         with self._lock:
-            self.calls.append((body, answer))
+            self._calls.append(call)
+        return call
 
-    def take_calls(self) -> list[tuple[Mapping[str, Any], Any]]:
-        """Return the calls so far, and forget them."""
+    def take_calls(self) -> list[RecordedCall]:
+        """Return the answered calls so far, in the order in which they were sent; forget them."""
         with self._lock:
-            calls, self.calls = self.calls, []
-        return calls
+            calls, self._calls = self._calls, []
+        return [call for call in calls if call.answer is not None]
 
     def abort(self, rid: str) -> None:
         self._service.abort(rid)
@@ -79,22 +82,19 @@ class HintlessBackend(NativeBackend):
         """Do nothing."""
 
 
-def list_requests(
-    calls: Sequence[tuple[Mapping[str, Any], Any]], tokenize: Tokenize
-) -> list[CacheRequest]:
+def list_requests(calls: Sequence[RecordedCall], tokenize: Tokenize) -> list[CacheRequest]:
     """List the prompts that nodes saw for calls, one for each option of a ``select``."""
-    return [
-        request
-        for body, answer in calls
-        for request in (
-            _list_options(body, tokenize)
-            if "choices" in body
-            else [_read_call(body, answer, tokenize)]
-        )
-    ]
+    requests: list[CacheRequest] = []
+    for call in calls:
+        if "choices" in call.body:
+            requests += _list_options(call.body, tokenize)
+        else:
+            requests.append(_read_call(call, tokenize))
+    return requests
 
 
-def _read_call(body: Mapping[str, Any], answer: Any, tokenize: Tokenize) -> CacheRequest:
+def _read_call(call: RecordedCall, tokenize: Tokenize) -> CacheRequest:
+    body, answer = call.body, call.answer
     token_ids = tokenize(body["text"], body.get("add_special_tokens", True))
     reusable = len(token_ids) - 1
     start = body.get("logprob_start_len", -1)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pd.bench.programs.optimum import replay_best_order
+from pd.bench.programs.optimum import replay_best_order, replay_sent_order
 from pd.bench.programs.recorder import HintlessBackend, RecordingService, list_requests
 from pd.core.errors import SetupError
 from pd.lang.endpoint import HttpService
@@ -70,6 +70,8 @@ class ProgramsResult:
         requests: all prompts that nodes got.
         hit_tokens: tokens of these prompts that were cached.
         best: the best that an unlimited cache gives these prompts.
+        sent_order_hits: hits that the best eviction gives in a small pool if the requests keep the
+            order in which they were sent; None with an ample pool.
         page_loss: share of the best hits that whole pages lose against single tokens.
     """
 
@@ -78,6 +80,7 @@ class ProgramsResult:
     requests: list[CacheRequest]
     hit_tokens: int
     best: Replay
+    sent_order_hits: int | None
     page_loss: float
 
     @property
@@ -102,6 +105,9 @@ class ProgramsResult:
             "of_best": round(self.hit_tokens / self.best.hit_tokens, 4)
             if self.best.hit_tokens
             else 1.0,
+            "sent_order_hit_rate": None
+            if self.sent_order_hits is None
+            else round(self.sent_order_hits / max(1, self.best.prompt_tokens), 4),
             "page_loss": round(self.page_loss, 4),
         }
 
@@ -159,6 +165,12 @@ def run_workload(
             f"{workload.name}: {hit_tokens} prompt tokens were cached, but the best order gives "
             f"{best.hit_tokens}; the definition in pd/bench/programs/optimum.py is wrong"
         )
+    sent_order_hits = None
+    if settings.kv_cache_tokens is not None:
+        num_pages = settings.kv_cache_tokens // settings.page_size
+        sent_order_hits = replay_sent_order(
+            requests, settings.page_size, num_pages, answers_stay=settings.answers_stay
+        )
     single = replay_best_order(requests, 1, answers_stay=settings.answers_stay)
     loss = 1 - best.hit_tokens / single.hit_tokens if single.hit_tokens else 0.0
-    return ProgramsResult(seconds, latencies, requests, hit_tokens, best, loss)
+    return ProgramsResult(seconds, latencies, requests, hit_tokens, best, sent_order_hits, loss)

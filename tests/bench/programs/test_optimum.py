@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pd.bench.programs.optimum import CacheRequest, replay_best_order
+from pd.bench.programs.optimum import CacheRequest, replay_best_order, replay_sent_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -104,3 +104,57 @@ def test_a_chat_hits_its_own_answers_only_where_they_stay() -> None:
     assert (split.hit_tokens, split.distinct_tokens) == (3, 7)
     pages = replay_best_order(requests, 2, answers_stay=True)
     assert (pages.hit_tokens, pages.distinct_tokens) == (4, 6)
+
+
+def count_evicting_hits(
+    requests: Sequence[CacheRequest], page_size: int, num_pages: int, *, answers_stay: bool
+) -> int:
+    """Find the most hits of requests in this order by trying everything that can be evicted."""
+
+    def list_pages(tokens: tuple[int, ...]) -> list[tuple[int, ...]]:
+        return [tokens[:end] for end in range(page_size, len(tokens) + 1, page_size)]
+
+    # The hits so far, by the pages in the pool.
+    pools: dict[frozenset[tuple[int, ...]], int] = {frozenset(): 0}
+    for request in requests:
+        needed = set(list_pages(request.token_ids))
+        for answer in request.answers if answers_stay else ():
+            needed.update(list_pages(request.token_ids + answer))
+        later: dict[frozenset[tuple[int, ...]], int] = {}
+        for pool, hits in pools.items():
+            path = list_pages(request.token_ids[: request.reusable])
+            new = len(list(itertools.takewhile(pool.__contains__, path)))
+            others = pool - needed
+            for count in range(min(len(others), num_pages - len(needed)) + 1):
+                for kept in itertools.combinations(sorted(others), count):
+                    state = frozenset(needed | set(kept))
+                    later[state] = max(later.get(state, 0), hits + new)
+        pools = later
+    return max(pools.values()) * page_size
+
+
+@pytest.mark.parametrize("page_size", [1, 2])
+@pytest.mark.parametrize("answers_stay", [False, True])
+def test_no_eviction_gives_requests_in_their_order_more_hits(
+    page_size: int, answers_stay: bool, seed: int
+) -> None:
+    rng = random.Random(seed)
+    losses = 0
+    for _ in range(100):
+        requests = []
+        for _ in range(rng.randint(4, 8)):
+            tokens = draw_tokens(rng, 1, 4 * page_size)
+            answers = (draw_tokens(rng, 0, 2 * page_size),)
+            requests.append(CacheRequest(tokens, rng.randrange(len(tokens)), answers))
+        longest = max(
+            len(request.token_ids) + answers_stay * len(request.answers[0]) for request in requests
+        )
+        num_pages = max(1, longest // page_size) + rng.randint(0, 1)
+        replay = replay_sent_order(requests, page_size, num_pages, answers_stay=answers_stay)
+        assert replay == count_evicting_hits(
+            requests, page_size, num_pages, answers_stay=answers_stay
+        ), requests
+        unlimited = replay_sent_order(requests, page_size, 1000, answers_stay=answers_stay)
+        assert unlimited == count_hits(requests, page_size, answers_stay=answers_stay)
+        losses += replay < unlimited
+    assert losses, "the pool never was too small"
