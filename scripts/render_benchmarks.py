@@ -63,7 +63,7 @@ TOPICS = {
     "speculation": Topic("Speculative decoding", ("acceptance", "draft_prompt", "speculation")),
     "structured-output": Topic("Structured output", ("grammar_", "json_schema", "jump_forward")),
     "proxy": Topic("The proxy", ("proxy", "tokenized_batches")),
-    "cache": Topic("The prefix cache", ("radix", "prefix_lease", "prompt_order")),
+    "cache": Topic("The prefix cache", ("radix", "prefix_lease", "programs", "prompt_order")),
 }
 
 
@@ -242,6 +242,8 @@ def purpose(command: str) -> str:
     if words[0] == "pd-bench":
         module = f"pd.bench.{words[1]}"
     path = ROOT / (module.replace(".", "/") + ".py" if module else words[0])
+    if not path.is_file():  # a benchmark may be a package
+        path = path.with_suffix("") / "command.py"
     if not path.is_file():
         return ""
     text = ast.get_docstring(ast.parse(path.read_text())) or ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -18,28 +19,10 @@ from pd.core.errors import SetupError
 from pd.embedded import EMBEDDED_MODEL
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from pd.bench.programs.layouts import RunningLayout
 
 AMPLE = 16384
-OWN_PROGRAM = """
-import random
-
-import pd.lang as pl
-from pd.bench.programs.workloads import ProgramWorkload, make_words
-
-
-@pl.function
-def greet(s, rules, name):
-    s += rules + "Dear " + name + ", " + pl.gen("letter", max_tokens=8, stop="\\n")
-
-
-def make_workload(seed, count):
-    rules = make_words(random.Random(seed), 80)
-    names = tuple({"name": f"number {i}"} for i in range(count))
-    return ProgramWorkload("letters", greet.bind(rules=rules), names)
-"""
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "programs.md"
 
 
 def run_bench(tmp_path: Path, *flags: object) -> list[dict[str, Any]]:
@@ -121,28 +104,29 @@ def test_more_hits_than_the_optimum_end_the_run(monkeypatch: pytest.MonkeyPatch,
         runner.run_workload(layout, *run)
 
 
-def test_ablations_of_ones_own_program_and_a_page_about_them(tmp_path: Path) -> None:
+def test_ablations_of_the_program_in_the_documents_and_a_page_about_them(tmp_path: Path) -> None:
     program, page = tmp_path / "mine.py", tmp_path / "page.html"
-    program.write_text(OWN_PROGRAM)
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    program.write_text(code)
     flags = ("--program", program, "--layout", "unified", "--page-size", 1, 16)
     rows = run_bench(tmp_path, *flags, "--ablation", "full", "all off")
     full, small_pool = (
         next(row for row in rows if row["ablation"] == "full" and (row["pool"] == "ample") == ample)
         for ample in (True, False)
     )
-    assert {row["workload"] for row in rows} == {"letters"}
+    assert {row["workload"] for row in rows} == {"review"}
     assert full["of_best"] == 1 and full["page_loss"] == 0
     assert small_pool["pool"] < AMPLE and 0 < small_pool["of_best"] <= 1
     (off,) = (row for row in rows if row["ablation"] == "all off")
     assert (off["hit_rate"], off["of_best"]) == (0, 0) and off["best_hit_rate"] > 0
-    # Without hints, nobody computes the rules before the letters.
-    assert off["requests"] == full["requests"] - 1 == 3
+    # One hint computes the rules, and one of each program what its branches share.
+    assert (off["requests"], full["requests"]) == (9, 9 + 4)
     (pages,) = (row for row in rows if row["page_size"] == 16)
     assert pages["page_loss"] > 0
     assert bench(["report", str(tmp_path / "programs.json"), "--output", str(page)]) == 0
     text = page.read_text()
     assert "Ablations: programs, unified" in text and "A small pool: programs, unified" in text
-    assert text.count("<td>letters</td>") == len(rows)
+    assert text.count("<td>review</td>") == len(rows)
 
 
 @pytest.mark.full
