@@ -10,6 +10,7 @@ least, so we decode with it.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from pd.kernels.kv_store import store_rows
 from pd.kernels.norm import rms_norm
@@ -30,6 +31,7 @@ class LatentHeads:
 
     def __init__(self, weight: torch.Tensor, num_heads: int, nope_dim: int) -> None:
         self.kv_rank = weight.shape[1]
+        self._weight = weight
         by_head = weight.view(num_heads, -1, self.kv_rank)
         self._keys, self._values = by_head[:, :nope_dim], by_head[:, nope_dim:]
 
@@ -48,6 +50,23 @@ class LatentHeads:
         absorbed[..., :rank] = products.transpose(0, 1)
         absorbed[..., rank:] = q[..., nope_dim:]
         return absorbed
+
+    def expand_rows(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Expand rows of latents to K and V of every head.
+
+        Args:
+            rows: ``[tokens, kv_rank + rope_dim]``.
+
+        Returns:
+            K ``[tokens, heads, nope_dim + rope_dim]`` and V ``[tokens, heads, value_dim]``, both
+            contiguous.
+        """
+        num_heads, nope_dim, rank = self._keys.shape
+        expanded = F.linear(rows[:, :rank], self._weight).view(len(rows), num_heads, -1)
+        keys = rows.new_empty(len(rows), num_heads, nope_dim + rows.shape[1] - rank)
+        keys[..., :nope_dim] = expanded[..., :nope_dim]
+        keys[..., nope_dim:] = rows[:, None, rank:]
+        return keys, expanded[..., nope_dim:].contiguous()
 
     def expand_values(self, latents: torch.Tensor) -> torch.Tensor:
         """Expand weighted means of latents, ``[tokens, heads, kv_rank]``, to ``[tokens, heads,

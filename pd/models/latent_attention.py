@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 def find_latent_shape(config: ModelConfig) -> LatentShape | None:
     """Return the shape of a model's latent attention; None for a model without it."""
     latent = config.latent
-    return None if latent is None else LatentShape(latent.kv_rank, latent.scale)
+    if latent is None:
+        return None
+    key_dim = latent.nope_dim + latent.rope_dim
+    return LatentShape(latent.kv_rank, latent.scale, key_dim, latent.value_dim)
 
 
 class LatentAttention(AttentionLayer):

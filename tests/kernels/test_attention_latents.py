@@ -12,6 +12,7 @@ from attention_cases import Case, DraftStep, poisoned_memory, random_tree
 from pd.kernels.attention import LatentShape
 from pd.kernels.attention.torch_backend import TorchAttention
 from pd.kernels.kv_store import store_kv
+from pd.kernels.latent import LatentHeads
 
 ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
@@ -37,7 +38,7 @@ def make_case(
     trees: list[np.ndarray | None] | None = None,
 ) -> Case:
     heads, rank, rope, page_size = shape
-    latent = LatentShape(rank, 0.7 * (rank + rope) ** -0.5)
+    latent = LatentShape(rank, 0.7 * (rank + rope) ** -0.5, key_dim=16 + rope, head_value_dim=24)
     case = Case(
         step, page_size, 1, heads, dtype, 0, rank + rope, device, trees=trees, latent=latent
     )
@@ -131,3 +132,44 @@ class TestTriton:
             drafting.plan(draft.limits, draft.pages)
             found = draft.attend(drafting)[:4].cpu()
             torch.testing.assert_close(found, draft.reference(), atol=1e-5, rtol=1e-5)
+
+    @pytest.mark.parametrize(
+        ("shape", "dtype"),
+        [
+            pytest.param(
+                shape, dtype, marks=() if ON_GPU or j == d else pytest.mark.full, id=f"{j}-{d}"
+            )
+            for j, shape in enumerate(SHAPES)
+            for d, dtype in enumerate(DTYPES)
+        ],
+    )
+    def test_expanded_chunks_are_those_of_the_absorbed_form(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """Of several chunks after prefixes of every length, beside single tokens and short
+        chunks; layers need not be in order."""
+        from pd.kernels.attention import expanded
+        from pd.kernels.attention.triton_backend import TritonAttention
+
+        monkeypatch.setattr(expanded, "LEAST_TOKENS", 10)
+        heads, rank = shape[:2]
+        for step in ([(0, 30)], [(29, 1), (3, 4), (100, 70), (0, 64), (15, 1), (64, 10)]):
+            case = make_case(step, shape, dtype)
+            weight = torch.randn(heads * (16 + 24), rank, generator=torch.Generator().manual_seed(1))
+            weights = LatentHeads((weight * rank**-0.5).to(DEVICE, dtype), heads, 16)
+            q = case.q[..., : 16 + shape[2]].contiguous()
+            backend = TritonAttention(case.pool, heads, case.latent)
+            backend.plan(case.batch)
+            absorbed = TorchAttention(case.pool, heads, case.latent)
+            absorbed.plan(case.batch)
+            for layer in (1, 0):
+                store_kv(*(case.pool.get_keys(layer),) * 2, backend.slots, case.k, case.k)
+                with poisoned_memory():
+                    found = backend.attend_latents(layer, q, case.k, weights)
+                wanted = absorbed.attend_latents(layer, q, case.k, weights)
+                assert found.is_contiguous()
+                error = 4 * TOLERANCE[dtype]
+                torch.testing.assert_close(found.float(), wanted.float(), atol=error, rtol=error)

@@ -41,9 +41,11 @@ numbers = {"q_stride": "i32", "scale": "fp32", "value_scale": "fp32"}
 shape = {"KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "PAGE_SIZE": 16, "NUM_FIELDS": 9, "ROWS": 16}
 shape |= {"MERGE_ROWS": 8, "MERGE_SPLITS": 8, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_D": 128}
 shape |= {"PRECISION": "tf32", "PDL": False, "VALUE_DIM": 128, "BLOCK_REST": 16}
-shape |= {"WINDOW": 0}
+shape |= {"WINDOW": 0, "MAIN_DIM": 128, "BLOCK_MAIN": 128, "IS_LATENT": False, "IN_HALF": False}
 latents = {"KV_HEADS": 1, "GROUP": 16, "HEAD_DIM": 576, "VALUE_DIM": 512, "BLOCK_D": 512}
-latents |= {"BLOCK_N": 32, "BLOCK_REST": 64}
+latents |= {"BLOCK_N": 32, "BLOCK_REST": 64, "MAIN_DIM": 512, "BLOCK_MAIN": 512}
+latents |= {"IS_LATENT": True}
+expanded = {"KV_HEADS": 16, "GROUP": 1, "HEAD_DIM": 192, "BLOCK_M": 128, "BLOCK_REST": 64}
 seen = ["masks", "bases", "token_positions"]
 for count in range(len(seen) + 1):
     given = int64(" ".join(seen[:count]))
@@ -55,10 +57,15 @@ for count in range(len(seen) + 1):
     if count != 1:
         windowed = shape | without | {"WINDOW": 100}
         compiled(triton_kernel.paged_attention, attention | {"sinks": "*fp32"}, numbers, windowed)
+without_masks = dict.fromkeys([*seen, "sinks"])
+compiled(
+    triton_kernel.paged_attention, pool | {"arrivals": "*i32"}, numbers, shape | expanded | without_masks
+)
 fp8_pool = pool | {"arrivals": "*i32", "keys": "*fp8e4nv", "values": "*fp8e4nv"}
 for each in (shape | {"WINDOW": 100}, shape | latents):
-    without = dict.fromkeys([*seen, "sinks"])
-    compiled(triton_kernel.paged_attention, fp8_pool, numbers, each | without)
+    in_half = each | without_masks | {"IN_HALF": True}
+    compiled(triton_kernel.paged_attention, fp8_pool, numbers, in_half)
+without_sinks = without_sinks | {"IN_HALF": True}
 compiled(triton_kernel.paged_attention, fp8_pool | int64(" ".join(seen)), numbers, without_sinks)
 rotated = {name: "*bf16" for name in "qkv q_weight k_weight".split()}
 rotated |= {"cos_sin": "*fp32", "slots": "*i64"}
@@ -155,7 +162,7 @@ def test_kernels_of_drafts_compile() -> None:
         [sys.executable, "-c", PROGRAM], env=plain, capture_output=True, text=True, timeout=300
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
-    assert ran.stdout.split().count("paged_attention") == 12
+    assert ran.stdout.split().count("paged_attention") == 13
     assert ran.stdout.split().count("_multiply_blocks") == 24
     assert ran.stdout.split().count("_multiply_rows") == 12
     assert ran.stdout.split().count("_multiply_row") == 4

@@ -57,10 +57,13 @@ class LatentShape(NamedTuple):
     Attributes:
         value_dim: values of a row that are the value.
         scale: factor of the scores.
+        key_dim, head_value_dim: sizes of K and V of a head, to which rows can be expanded.
     """
 
     value_dim: int
     scale: float
+    key_dim: int
+    head_value_dim: int
 
 
 @dataclass(frozen=True)

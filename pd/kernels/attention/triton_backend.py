@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pd.kernels.attention.base import LatentShape
+    from pd.kernels.attention.base import Int64Array, LatentShape
+    from pd.kernels.latent import LatentHeads
     from pd.kernels.staging import Array
 
 
@@ -73,15 +74,21 @@ class TritonAttention(AttentionBackend):
         self._windows = LayerWindows(windows)
         self.kernels = TritonKernels(pool, num_heads, latent, decode, chunk, tree, self._windows)
         self._launches: list[_Launch] = []
+        self._expanded: tuple[AttentionWork, torch.Tensor] | None = None
 
     def plan(self, batch: AttentionBatch) -> None:
         lengths = batch.lengths
         tables = PageTables(batch.pages, batch.starts + lengths, self.pool.page_size)
         rows = np.cumsum(lengths) - lengths
         single, tree = lengths == 1, find_trees(lengths, batch.trees)
+        is_expanded = np.zeros_like(single)
+        if self.kernels.expanded is not None:
+            is_expanded = self.kernels.expanded.choose_sequences(
+                batch.starts, np.where(tree, 0, lengths)
+            )
         parts = [
             (self.kernels.get_decode_kernel(int(single.sum())), single, False),
-            (self.kernels.chunk_kernel, ~single & ~tree, False),
+            (self.kernels.chunk_kernel, ~single & ~tree & ~is_expanded, False),
         ]
         masks = np.empty(0, np.int64)
         if tree.any():
@@ -105,7 +112,16 @@ class TritonAttention(AttentionBackend):
                 work = kernel.policy.split_tiles(tiles)
                 kernels.append((kernel, window, trees))
                 arrays += [np.array([len(work)], np.int32), work]
+        expanded = np.flatnonzero(is_expanded)
+        if len(expanded):
+            arrays += self._plan_expanded(tables, rows, batch, expanded)
         self.slots, self._tables, seen, *uploaded = self.kernels.staging.upload_arrays(arrays)
+        self._expanded = None
+        if len(expanded):
+            assert self.kernels.expanded is not None
+            *uploaded, number, items, own_tables, read = uploaded
+            self.kernels.expanded.rows = read
+            self._expanded = AttentionWork(number, items, len(items)), own_tables
         works = zip(kernels, uploaded[::2], uploaded[1::2], strict=True)
         self._launches = [
             _Launch(
@@ -113,6 +129,48 @@ class TritonAttention(AttentionBackend):
             )
             for (kernel, window, trees), number, items in works
         ]
+
+    def _plan_expanded(
+        self,
+        tables: PageTables,
+        rows: Int64Array,
+        batch: AttentionBatch,
+        chosen: Int64Array,
+    ) -> list[Array]:
+        """Return the arrays to upload for sequences whose rows are expanded: the number of work
+        items, these, page tables of the expanded rows, and their slots."""
+        expanded, kernel = self.kernels.expanded, self.kernels.get_expanded_kernel()
+        assert expanded is not None
+        lengths = batch.lengths[chosen]
+        totals = batch.starts[chosen] + lengths
+        pages = -(-totals // expanded.page_size)
+        tiles = Tiles.cut_chunks(
+            rows[chosen],
+            batch.starts[chosen],
+            lengths,
+            np.cumsum(pages) - pages,
+            kernel.tile_tokens,
+        )
+        work = kernel.policy.split_tiles(tiles)
+        own_tables = np.arange(int(pages.sum()), dtype=np.int32)
+        slots = expanded.list_rows(tables, chosen, totals)
+        return [np.array([len(work)], np.int32), work, own_tables, slots]
+
+    def attend_latents(
+        self, layer: int, q: torch.Tensor, rows: torch.Tensor, heads: LatentHeads
+    ) -> torch.Tensor:
+        if self._expanded is None:
+            return super().attend_latents(layer, q, rows, heads)
+        work, tables = self._expanded
+        expanded, kernel = self.kernels.expanded, self.kernels.get_expanded_kernel()
+        assert expanded is not None
+        expanded.expand_layer(layer, heads)
+        if self._launches:
+            out = super().attend_latents(layer, q, rows, heads).contiguous()
+        else:
+            out = kernel.allocate_result(q)
+        kernel.launch_work(layer, q, out, work, tables)
+        return out
 
     def attend(
         self,

@@ -53,6 +53,12 @@ def _is_in_window(mask, offset, WINDOW: tl.constexpr):
 
 
 @triton.jit
+def _convert_to_half(x):
+    """The nearest float16 numbers."""
+    return tl.clamp(x.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
+
+
+@triton.jit
 def _attend_range(
     peak,
     total,
@@ -68,11 +74,14 @@ def _attend_range(
     reach,
     base,
     scale,
-    dims,
+    main,
     rest,
-    KV_STRIDE: tl.constexpr,
+    dims,
+    KEY_STRIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    MAIN_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    IS_LATENT: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
@@ -92,8 +101,8 @@ def _attend_range(
 
     If WINDOW is not 0, rows see only the last WINDOW of these keys.
 
-    If VALUE_DIM is less than HEAD_DIM, the beginning of a key is its value, and ``rest_queries``
-    and ``rest`` stand for the rest of it.
+    ``main`` counts the first MAIN_DIM numbers of a key, ``rest`` the others, of which there may be
+    none, and ``dims`` those of a value. With IS_LATENT the main part of a key is its value.
     """
     for start in tl.range(first, stop, BLOCK_N):
         positions = start + tl.arange(0, BLOCK_N)
@@ -107,27 +116,35 @@ def _attend_range(
         else:
             pages = tl.load(table + positions // PAGE_SIZE)
         slots = pages.to(tl.int64) * PAGE_SIZE + positions % PAGE_SIZE
-        offsets = slots[:, None] * KV_STRIDE + dims[None, :]
-        mask = (dims < VALUE_DIM)[None, :]
+        offsets = slots[:, None] * KEY_STRIDE + main[None, :]
+        mask = (main < MAIN_DIM)[None, :]
         if MASKED:
             mask = mask & there[:, None]
-        if MASKED or dims.shape[0] != VALUE_DIM:
+        if MASKED or main.shape[0] != MAIN_DIM:
             k = tl.load(keys + offsets, mask=mask, other=0.0).to(queries.dtype)
         else:
             k = tl.load(keys + offsets).to(queries.dtype)
-        if VALUE_DIM < HEAD_DIM:
+        if IS_LATENT:
             v = k
-        elif MASKED or dims.shape[0] != VALUE_DIM:
-            v = tl.load(values + offsets, mask=mask, other=0.0).to(queries.dtype)
         else:
-            v = tl.load(values + offsets).to(queries.dtype)
+            value_mask = (dims < VALUE_DIM)[None, :]
+            if MASKED:
+                value_mask = value_mask & there[:, None]
+            at = slots[:, None] * (KEY_STRIDE // HEAD_DIM * VALUE_DIM) + dims[None, :]
+            if MASKED or dims.shape[0] != VALUE_DIM:
+                v = tl.load(values + at, mask=value_mask, other=0.0).to(queries.dtype)
+            else:
+                v = tl.load(values + at).to(queries.dtype)
         scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION)
-        if VALUE_DIM < HEAD_DIM:
-            rest_mask = (rest < HEAD_DIM - VALUE_DIM)[None, :]
+        if MAIN_DIM < HEAD_DIM:
+            rest_mask = (rest < HEAD_DIM - MAIN_DIM)[None, :]
             if MASKED:
                 rest_mask = rest_mask & there[:, None]
-            offsets = slots[:, None] * KV_STRIDE + VALUE_DIM + rest[None, :]
-            k = tl.load(keys + offsets, mask=rest_mask, other=0.0).to(queries.dtype)
+            offsets = slots[:, None] * KEY_STRIDE + MAIN_DIM + rest[None, :]
+            if MASKED or rest.shape[0] != HEAD_DIM - MAIN_DIM:
+                k = tl.load(keys + offsets, mask=rest_mask, other=0.0).to(queries.dtype)
+            else:
+                k = tl.load(keys + offsets).to(queries.dtype)
             scores = tl.dot(rest_queries, tl.trans(k), scores, input_precision=PRECISION)
         if MASKED:
             if SEEN == "causal":
@@ -236,7 +253,9 @@ def paged_attention(
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    MAIN_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    IS_LATENT: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     NUM_FIELDS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -244,8 +263,10 @@ def paged_attention(
     MERGE_SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_MAIN: tl.constexpr,
     BLOCK_REST: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    IN_HALF: tl.constexpr,
     WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
@@ -255,9 +276,10 @@ def paged_attention(
     Args:
         out: ``[tokens, heads, VALUE_DIM]``.
         q: rows of tokens ``q_stride`` apart, ``heads * HEAD_DIM`` wide.
-        keys, values: one layer of the pool, ``[slots, KV_HEADS, HEAD_DIM]``. If VALUE_DIM is less
-            than HEAD_DIM, these are rows of latents ``[slots, 1, HEAD_DIM]``, whose beginnings are
-            the values, and KV_HEADS groups of query heads read the same rows.
+        keys: one layer of the pool, ``[slots, KV_HEADS, HEAD_DIM]``; values: ``[slots, KV_HEADS,
+            VALUE_DIM]``. With IS_LATENT, these are rows of latents ``[slots, 1, HEAD_DIM]``, whose
+            first MAIN_DIM numbers are the values, and KV_HEADS groups of query heads read the same
+            rows.
         num_items: int32 ``[1]``. items: int32 ``[num_items, NUM_FIELDS]``. tables: int32.
         partials: float32 ``[slots, KV_HEADS, ROWS, VALUE_DIM]``, normalized results of splits;
             partial_lse: ``[slots, KV_HEADS, ROWS]``, base-2 logarithms of their softmax sums.
@@ -272,6 +294,10 @@ def paged_attention(
             bases; work items then only limit how far their keys may reach. None if tiles are single
             tokens, or without bases.
         sinks: float32 ``[heads]``, scores without values; None for none.
+        MAIN_DIM: size of the first part of a key. The rest, if any, is multiplied on its own, so that
+            neither part is rounded up far to a power of two.
+        IN_HALF: whether products are of float16 numbers. A GPU converts fp8 to those with one
+            instruction, and to bfloat16 with several. Queries beyond their range are cut off.
         WINDOW: number of keys that a token sees; 0 for all.
         ROWS: of a tile, ``tokens * GROUP`` at most; BLOCK_M: that rounded up for ``tl.dot``.
         MERGE_ROWS, MERGE_SPLITS: rows and splits merged at a time.
@@ -299,6 +325,7 @@ def paged_attention(
     wait_for_previous(PDL)
 
     lanes = tl.arange(0, BLOCK_M)
+    main = tl.arange(0, BLOCK_MAIN)
     dims = tl.arange(0, BLOCK_D)
     token = lanes // GROUP
     exists = token < tokens
@@ -306,19 +333,23 @@ def paged_attention(
     query_head = (head * GROUP + lanes % GROUP)[:, None]
     columns = query_head * VALUE_DIM + dims[None, :]
     query_rows = q + (row + token)[:, None] * q_stride + query_head * HEAD_DIM
-    queries = tl.load(query_rows + dims[None, :], mask=exists[:, None] & dims_exist, other=0.0)
-    IS_LATENT: tl.constexpr = VALUE_DIM < HEAD_DIM
+    main_exists = exists[:, None] & (main < MAIN_DIM)[None, :]
+    queries = tl.load(query_rows + main[None, :], mask=main_exists, other=0.0)
+    if IN_HALF:
+        queries = _convert_to_half(queries)
     rest_queries, rest = None, None
-    if IS_LATENT:
+    if MAIN_DIM < HEAD_DIM:
         rest = tl.arange(0, BLOCK_REST)
         rest_queries = tl.load(
-            query_rows + VALUE_DIM + rest[None, :],
-            mask=exists[:, None] & (rest < HEAD_DIM - VALUE_DIM)[None, :],
+            query_rows + MAIN_DIM + rest[None, :],
+            mask=exists[:, None] & (rest < HEAD_DIM - MAIN_DIM)[None, :],
             other=0.0,
         )
-    else:
+        if IN_HALF:
+            rest_queries = _convert_to_half(rest_queries)
+    if not IS_LATENT:
         keys += head * HEAD_DIM
-        values += head * HEAD_DIM
+        values += head * VALUE_DIM
     SEEN: tl.constexpr = (
         "causal"
         if masks is None
@@ -376,11 +407,14 @@ def paged_attention(
             reach,
             base,
             scale,
-            dims,
+            main,
             rest,
+            dims,
             stride,
             HEAD_DIM,
+            MAIN_DIM,
             VALUE_DIM,
+            IS_LATENT,
             PAGE_SIZE,
             BLOCK_N,
             True,
@@ -407,11 +441,14 @@ def paged_attention(
         reach,
         base,
         scale,
-        dims,
+        main,
         rest,
+        dims,
         stride,
         HEAD_DIM,
+        MAIN_DIM,
         VALUE_DIM,
+        IS_LATENT,
         PAGE_SIZE,
         BLOCK_N,
         False,
@@ -437,11 +474,14 @@ def paged_attention(
         reach,
         base,
         scale,
-        dims,
+        main,
         rest,
+        dims,
         stride,
         HEAD_DIM,
+        MAIN_DIM,
         VALUE_DIM,
+        IS_LATENT,
         PAGE_SIZE,
         BLOCK_N,
         True,

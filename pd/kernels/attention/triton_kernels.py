@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
+from pd.kernels.attention.expanded import ExpandedKV
 from pd.kernels.attention.triton_kernel import FIELDS, paged_attention
 from pd.kernels.attention.triton_work import AttentionWork, SplitPolicy
 from pd.kernels.attention.windows import ALL_KEYS, LayerWindows
+from pd.kernels.fp8 import FP8
 from pd.kernels.linear_triton import MAX_ROWS
 from pd.kernels.staging import GraphMemory, PinnedStaging
 from pd.kernels.triton_launch import launch_kernel
@@ -84,13 +86,25 @@ def choose_chunk_shape(dtype: torch.dtype, head_dim: int, shared_memory: int) ->
 
 
 def choose_latent_shape(dtype: torch.dtype, num_heads: int, *, one_token: bool) -> TileShape:
-    """Choose the shape for rows of latents, which all heads share. With few heads and one token of
-    each sequence, the time is that of reading the rows; otherwise it is that of arithmetic."""
+    """Choose the shape for rows of latents, which all heads share. With one token of each sequence,
+    the time is that of reading the rows, so a tile has as many heads as possible; otherwise it is
+    that of arithmetic."""
     if dtype == torch.float32:
         return TileShape(16, 16, 4, 1, programs=2, min_tiles=4)
-    if one_token and num_heads < 64:
+    if one_token and num_heads <= 16:
         return TileShape(16, 32, 4, 2, programs=2, min_tiles=2)
+    if one_token and num_heads <= 32:
+        return TileShape(32, 32, 4, 2, programs=2, min_tiles=2)
     return TileShape(64, 32, 8, 2, programs=1, min_tiles=2)
+
+
+def choose_expanded_shape(dtype: torch.dtype, key_dim: int) -> TileShape:
+    """Choose the shape for prompts whose latents were expanded to K and V of every head."""
+    if dtype == torch.float32:
+        return TileShape(32, 32, 4, 1, programs=2, min_tiles=4)
+    if key_dim > 192:
+        return TileShape(128, 32, 8, 2, programs=1, min_tiles=4)
+    return TileShape(128, 64, 8, 2, programs=1, min_tiles=4)
 
 
 class AttentionKernel:
@@ -111,11 +125,18 @@ class AttentionKernel:
         sample = pool.get_keys(0)
         device, (_, kv_heads, head_dim) = sample.device, sample.shape
         self._pool, self._shape, self._overlaps = pool, shape, overlaps
-        self._scale, self._value_dim = 1 / math.sqrt(head_dim), head_dim
-        if latent is not None:
-            self._scale, self._value_dim = latent.scale, latent.value_dim
+        self._is_latent = latent is not None and not isinstance(pool, ExpandedKV)
+        self._scale = 1 / math.sqrt(head_dim) if latent is None else latent.scale
+        self._main_dim, self._value_dim = head_dim, pool.get_values(0).shape[-1]
+        if self._is_latent:
+            assert latent is not None
+            self._main_dim = self._value_dim = latent.value_dim
             # All heads share the rows. Groups of them are tiles of their own, as large as fit.
-            kv_heads = num_heads // math.gcd(num_heads, shape.rows)
+            kv_heads = -(-num_heads // shape.rows)
+            while num_heads % kv_heads:
+                kv_heads += 1
+        elif latent is not None:
+            self._main_dim = 1 << (head_dim.bit_length() - 1)
         self._group, self._kv_heads, self._head_dim = num_heads // kv_heads, kv_heads, head_dim
         self._block_m = max(shape.rows, triton.next_power_of_2(self._group))
         self.tile_tokens = 1 if one_token else self._block_m // self._group
@@ -151,14 +172,14 @@ class AttentionKernel:
         """Attend ``work``'s rows of ``q`` into the same rows of ``out``; ``masks``, ``bases``,
         ``token_positions``, ``window`` and ``sinks`` as in :func:`paged_attention`."""
         precision = "ieee" if q.dtype == torch.float32 else "tf32"
-        scales = self._pool.get_scales(layer)
+        scales, keys = self._pool.get_scales(layer), self._pool.get_keys(layer)
         launch_kernel(
             paged_attention,
             (work.capacity * self._kv_heads,),
             q.device,
             out,
             q,
-            self._pool.get_keys(layer),
+            keys,
             self._pool.get_values(layer),
             work.num_items,
             work.items,
@@ -176,7 +197,9 @@ class AttentionKernel:
             KV_HEADS=self._kv_heads,
             GROUP=self._group,
             HEAD_DIM=self._head_dim,
+            MAIN_DIM=self._main_dim,
             VALUE_DIM=self._value_dim,
+            IS_LATENT=self._is_latent,
             PAGE_SIZE=self._pool.page_size,
             NUM_FIELDS=FIELDS,
             ROWS=self._rows,
@@ -184,8 +207,10 @@ class AttentionKernel:
             MERGE_SPLITS=8,
             BLOCK_M=self._block_m,
             BLOCK_N=self._shape.keys,
+            BLOCK_MAIN=max(16, triton.next_power_of_2(self._main_dim)),
+            BLOCK_REST=max(16, triton.next_power_of_2(self._head_dim - self._main_dim)),
             BLOCK_D=max(16, triton.next_power_of_2(self._value_dim)),
-            BLOCK_REST=max(16, triton.next_power_of_2(self._head_dim - self._value_dim)),
+            IN_HALF=keys.dtype == FP8 and q.dtype == torch.bfloat16,
             WINDOW=window,
             PRECISION=precision,
             num_warps=self._shape.num_warps,
@@ -239,14 +264,29 @@ class TritonKernels:
             chunk or choose_chunk_shape(dtype, head_dim, _find_shared_memory(self.device)),
             latent,
         )
+        self.expanded = None
+        if latent is not None:
+            self.expanded = ExpandedKV(pool, num_heads, latent)
         self.staging = PinnedStaging(self.device)
         self.graph_memory = GraphMemory(self.device)
         # Made on first use, because their partial results take memory.
         self._tree_kernels: dict[bool, AttentionKernel] = {}
+        self._expanded_kernel: AttentionKernel | None = None
 
     def get_decode_kernel(self, num_sequences: int) -> AttentionKernel:
         """Return the kernel for one query token of each sequence."""
         return self._few_kernel if num_sequences <= _FEW else self._many_kernel
+
+    def get_expanded_kernel(self) -> AttentionKernel:
+        """Return the kernel for chunks whose latents are expanded."""
+        assert self.expanded is not None
+        if self._expanded_kernel is None:
+            key_dim = self.expanded.get_keys(0).shape[-1]
+            shape = choose_expanded_shape(self.pool.dtype, key_dim)
+            self._expanded_kernel = AttentionKernel(
+                self.expanded, self._num_heads, shape, self._latent
+            )
+        return self._expanded_kernel
 
     def get_tree_kernel(self, num_tokens: int) -> AttentionKernel:
         """Return the kernel for trees with this many tokens in total."""
