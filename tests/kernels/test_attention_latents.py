@@ -158,7 +158,9 @@ class TestTriton:
         heads, rank = shape[:2]
         for step in ([(0, 30)], [(29, 1), (3, 4), (100, 70), (0, 64), (15, 1), (64, 10)]):
             case = make_case(step, shape, dtype)
-            weight = torch.randn(heads * (16 + 24), rank, generator=torch.Generator().manual_seed(1))
+            weight = torch.randn(
+                heads * (16 + 24), rank, generator=torch.Generator().manual_seed(1)
+            )
             weights = LatentHeads((weight * rank**-0.5).to(DEVICE, dtype), heads, 16)
             q = case.q[..., : 16 + shape[2]].contiguous()
             backend = TritonAttention(case.pool, heads, case.latent)

@@ -58,9 +58,8 @@ for count in range(len(seen) + 1):
         windowed = shape | without | {"WINDOW": 100}
         compiled(triton_kernel.paged_attention, attention | {"sinks": "*fp32"}, numbers, windowed)
 without_masks = dict.fromkeys([*seen, "sinks"])
-compiled(
-    triton_kernel.paged_attention, pool | {"arrivals": "*i32"}, numbers, shape | expanded | without_masks
-)
+expanded = shape | expanded | without_masks
+compiled(triton_kernel.paged_attention, pool | {"arrivals": "*i32"}, numbers, expanded)
 fp8_pool = pool | {"arrivals": "*i32", "keys": "*fp8e4nv", "values": "*fp8e4nv"}
 for each in (shape | {"WINDOW": 100}, shape | latents):
     in_half = each | without_masks | {"IN_HALF": True}

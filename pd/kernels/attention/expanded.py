@@ -62,7 +62,9 @@ class ExpandedKV:
         sequence begins a page, and the rest of its last page repeats a slot of its own."""
         pages = -(-totals // self.page_size)
         padded = pages * self.page_size
-        rows = np.repeat(tables.find_slots(chosen, np.zeros_like(totals), np.ones_like(totals)), padded)
+        rows = np.repeat(
+            tables.find_slots(chosen, np.zeros_like(totals), np.ones_like(totals)), padded
+        )
         ends = np.cumsum(padded)
         places = np.arange(int(totals.sum())) + np.repeat(
             ends - padded - (np.cumsum(totals) - totals), totals
@@ -76,15 +78,15 @@ class ExpandedKV:
         latents = read_rows(stored, self.rows, self.dtype, self._pool.get_scales(layer).key)
         self._keys, self._values = heads.expand_rows(latents)
 
-    def get_keys(self, layer: int) -> torch.Tensor:  # noqa: ARG002
+    def get_keys(self, layer: int) -> torch.Tensor:
         """Return the keys of the layer that was expanded last, ``[rows, heads, key_dim]``."""
         return self._keys
 
-    def get_values(self, layer: int) -> torch.Tensor:  # noqa: ARG002
+    def get_values(self, layer: int) -> torch.Tensor:
         """Return the values of that layer, ``[rows, heads, value_dim]``."""
         return self._values
 
-    def get_scales(self, layer: int) -> KVScales:  # noqa: ARG002
+    def get_scales(self, layer: int) -> KVScales:
         """Return no scales, because expanding multiplies by them."""
         return UNSCALED
 

@@ -294,7 +294,7 @@ def paged_attention(
             bases; work items then only limit how far their keys may reach. None if tiles are single
             tokens, or without bases.
         sinks: float32 ``[heads]``, scores without values; None for none.
-        MAIN_DIM: size of the first part of a key. The rest, if any, is multiplied on its own, so that
+        MAIN_DIM: size of the first part of a key. The rest, if any, is multiplied on its own, so
             neither part is rounded up far to a power of two.
         IN_HALF: whether products are of float16 numbers. A GPU converts fp8 to those with one
             instruction, and to bfloat16 with several. Queries beyond their range are cut off.

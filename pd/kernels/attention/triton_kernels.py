@@ -49,12 +49,21 @@ class TileShape:
 _FEW = 32
 
 
-def choose_decode_shape(dtype: torch.dtype, head_dim: int, num_sequences: int) -> TileShape:
+def choose_decode_shape(
+    dtype: torch.dtype, head_dim: int, num_sequences: int, *, is_fp8: bool = False
+) -> TileShape:
     """Choose the shape for one query token of each sequence. The time is that of reading K and V.
 
     With few sequences, the time until a program has its keys matters most. With many, it is the
     number of programs that fit on a multiprocessor.
+
+    Args:
+        is_fp8: whether the pool is in fp8, where ``dtype`` is that of queries.
     """
+    if is_fp8 and dtype != torch.float32 and head_dim <= 128:
+        if num_sequences <= _FEW:
+            return TileShape(16, 64, 4, 1, programs=4, min_tiles=2)
+        return TileShape(16, 64, 4, 2, programs=8, min_tiles=4)
     if head_dim * dtype.itemsize > 256:
         return TileShape(16, 32, 4, 2, programs=4, min_tiles=2)
     if num_sequences <= _FEW:
@@ -62,10 +71,12 @@ def choose_decode_shape(dtype: torch.dtype, head_dim: int, num_sequences: int) -
     return TileShape(16, 32, 4, 2, programs=8, min_tiles=4)
 
 
-def choose_tree_shape(dtype: torch.dtype, head_dim: int, num_tiles: int) -> TileShape:
+def choose_tree_shape(
+    dtype: torch.dtype, head_dim: int, num_tiles: int, *, is_fp8: bool = False
+) -> TileShape:
     """Choose the shape for trees of a few tokens. The work is that of decoding, except for the
     results: a full tile of 16 rows has several times as many to merge."""
-    shape = choose_decode_shape(dtype, head_dim, num_tiles)
+    shape = choose_decode_shape(dtype, head_dim, num_tiles, is_fp8=is_fp8)
     return dataclasses.replace(shape, merge_rows=8) if num_tiles <= _FEW else shape
 
 
@@ -242,6 +253,7 @@ class TritonKernels:
         self.pool, self.windows = pool, windows
         self._num_heads, self._tree, self._latent = num_heads, tree, latent
         sample = pool.get_keys(0)
+        self._is_fp8 = sample.dtype == FP8
         self.device, dtype, head_dim = sample.device, pool.dtype, sample.shape[-1]
         if latent is not None:
             decode = decode or choose_latent_shape(dtype, num_heads, one_token=True)
@@ -251,7 +263,7 @@ class TritonKernels:
             AttentionKernel(
                 pool,
                 num_heads,
-                decode or choose_decode_shape(dtype, head_dim, n),
+                decode or choose_decode_shape(dtype, head_dim, n, is_fp8=self._is_fp8),
                 latent,
                 one_token=True,
                 overlaps=True,
@@ -296,7 +308,9 @@ class TritonKernels:
         num_tiles = num_tokens // max(1, 16 // group)
         is_few = num_tiles <= _FEW
         if is_few not in self._tree_kernels:
-            shape = self._tree or choose_tree_shape(self.pool.dtype, sample.shape[-1], num_tiles)
+            shape = self._tree or choose_tree_shape(
+                self.pool.dtype, sample.shape[-1], num_tiles, is_fp8=self._is_fp8
+            )
             self._tree_kernels[is_few] = AttentionKernel(
                 self.pool, self._num_heads, shape, self._latent, overlaps=True
             )
