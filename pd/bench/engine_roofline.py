@@ -3,7 +3,7 @@
 A decode step reads all weights once and the KV of every sequence once. For a mixture of experts we
 count the experts that the batch is expected to choose if all are equally likely. A prompt costs two
 floating-point operations per weight and token (of the output head only for its last token) and the
-products of causal attention. The roofline is the slower of the two. We leave out activations, KV
+products of causal attention, of latents in the form that has fewer. The roofline is the slower of the two. We leave out activations, KV
 writes and the embedding's rows. A layer with a sliding window reads no KV before it. Ceilings are
 rates that simple programs reached on the GPU, because data sheets promise more: an H200 streams
 4.33 TB/s and computes 800 TFLOP/s of bf16 products and 1,490 of fp8 products.
@@ -75,12 +75,11 @@ class Roofline:
         windows = self._model.windows or (0,)
         return sum(min(context, each or context) for each in windows) / len(windows)
 
-    def _count_flops(self, num_tokens: int, num_pairs: float, num_logits: int) -> float:
-        """Count floating-point operations, those in fp8 by their time; ``num_pairs`` counts queries
-        with each of their keys."""
-        model = self._model
-        layers = model.token_flops * num_tokens * self._layer_share + model.pair_flops * num_pairs
-        return layers + 2 * self._head * num_logits
+    def _count_flops(self, num_tokens: int, pair_flops: float, num_logits: int) -> float:
+        """Count floating-point operations, those in fp8 by their time; ``pair_flops`` are those of
+        queries with their keys."""
+        layers = self._model.token_flops * num_tokens * self._layer_share
+        return layers + pair_flops + 2 * self._head * num_logits
 
     def _seconds(self, num_bytes: float, flops: float) -> float:
         return max(num_bytes / self._read_bytes, flops / self._flops)
@@ -89,14 +88,16 @@ class Roofline:
         """One step of ``batch`` sequences of ``context`` tokens each."""
         pairs = batch * self._count_seen(context)
         num_bytes = self._weight_bytes(batch) + pairs * self._kv_bytes
-        return self._seconds(num_bytes, self._count_flops(batch, pairs, batch))
+        return self._seconds(
+            num_bytes, self._count_flops(batch, pairs * self._model.decode_pair_flops, batch)
+        )
 
     def prefill_seconds(self, num_tokens: int, cached: int = 0) -> float:
         """A prompt of ``num_tokens``; the pool has ``cached`` of them."""
         new = num_tokens - cached
         pairs = new * self._count_seen(cached + (new + 1) / 2)
         num_bytes = self._weight_bytes(new) + self._count_seen(cached) * self._kv_bytes
-        return self._seconds(num_bytes, self._count_flops(new, pairs, 1))
+        return self._seconds(num_bytes, self._count_flops(new, pairs * self._model.pair_flops, 1))
 
     def offline_seconds(self, count: int, num_in: int, num_out: int, batch: int) -> float:
         """``count`` prompts, then the decode steps of full batches at their mean context."""

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 def _choose_tile(rows_per_expert: float, is_gated: bool) -> Fp8Tile:
     """Choose a tile by the rows of an expert."""
     if rows_per_expert <= 16:
-        return Fp8Tile(16, 32 if is_gated else 64, 128, 4, 5)
+        if is_gated:
+            return Fp8Tile(16, 64, 128, 4, 4)
+        return Fp8Tile(16, 128, 128, 4, 4)
     if rows_per_expert <= 96:
         return Fp8Tile(64, 64, 128, 4, 4)
     return Fp8Tile(128, 64 if is_gated else 128, 128, 8, 3)

@@ -243,11 +243,21 @@ class ModelConfig:
 
     @property
     def pair_flops(self) -> int:
-        """Floating-point operations to attend from one token to one other, in all layers."""
+        """Floating-point operations to attend from one token of a prompt to one other, in all
+        layers."""
         if self.latent is not None:
-            widths = self.latent.row_dim + self.latent.kv_rank
+            widths = self.latent.nope_dim + self.latent.rope_dim + self.latent.value_dim
             return 2 * self.num_layers * self.num_heads * widths
         return 4 * self.num_layers * self.num_heads * self.head_dim
+
+    @property
+    def decode_pair_flops(self) -> int:
+        """:attr:`pair_flops` of a decode step, which attends to the latents themselves if there are
+        any (see :mod:`pd.kernels.latent`)."""
+        if self.latent is None:
+            return self.pair_flops
+        widths = self.latent.row_dim + self.latent.kv_rank
+        return 2 * self.num_layers * self.num_heads * widths
 
     @property
     def rotary_dim(self) -> int:

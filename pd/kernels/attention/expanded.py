@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 # New tokens of a sequence from which expanding its rows takes less time than it saves.
 LEAST_TOKENS = 256
-# Bytes of K and V of a layer that we expand at most. Steps that would need more stay absorbed.
-MAX_BYTES = 512 << 20
+# Share of a GPU's memory that K and V of a layer may take at most. Steps that would need more stay
+# absorbed.
+_MEMORY_SHARE = 1 / 128
 
 
 class ExpandedKV:
@@ -45,6 +46,10 @@ class ExpandedKV:
             torch.empty(0, num_heads, size, dtype=pool.dtype, device=device)
             for size in (latent.key_dim, latent.head_value_dim)
         )
+        self._max_bytes = 64 << 20
+        if device.type == "cuda":
+            memory = torch.cuda.get_device_properties(device).total_memory
+            self._max_bytes = int(memory * _MEMORY_SHARE)
         self._token_bytes = (
             num_heads * (latent.key_dim + latent.head_value_dim) * pool.dtype.itemsize
         )
@@ -53,7 +58,7 @@ class ExpandedKV:
         """Choose the sequences of a step to expand."""
         chosen = lengths >= LEAST_TOKENS
         pages = -(-(starts + lengths)[chosen] // self.page_size)
-        if int(pages.sum()) * self.page_size * self._token_bytes > MAX_BYTES:
+        if int(pages.sum()) * self.page_size * self._token_bytes > self._max_bytes:
             chosen[:] = False
         return chosen
 

@@ -63,7 +63,7 @@ def choose_decode_shape(
     if is_fp8 and dtype != torch.float32 and head_dim <= 128:
         if num_sequences <= _FEW:
             return TileShape(16, 64, 4, 1, programs=4, min_tiles=2)
-        return TileShape(16, 64, 4, 2, programs=8, min_tiles=4)
+        return TileShape(16, 64, 4, 1, programs=8, min_tiles=2)
     if head_dim * dtype.itemsize > 256:
         return TileShape(16, 32, 4, 2, programs=4, min_tiles=2)
     if num_sequences <= _FEW:
@@ -103,7 +103,7 @@ def choose_latent_shape(dtype: torch.dtype, num_heads: int, *, one_token: bool) 
     if dtype == torch.float32:
         return TileShape(16, 16, 4, 1, programs=2, min_tiles=4)
     if one_token and num_heads <= 16:
-        return TileShape(16, 32, 4, 2, programs=2, min_tiles=2)
+        return TileShape(16, 32, 4, 2, programs=3, min_tiles=2)
     if one_token and num_heads <= 32:
         return TileShape(32, 32, 4, 2, programs=2, min_tiles=2)
     return TileShape(64, 32, 8, 2, programs=1, min_tiles=2)
@@ -114,8 +114,8 @@ def choose_expanded_shape(dtype: torch.dtype, key_dim: int) -> TileShape:
     if dtype == torch.float32:
         return TileShape(32, 32, 4, 1, programs=2, min_tiles=4)
     if key_dim > 192:
-        return TileShape(128, 32, 8, 2, programs=1, min_tiles=4)
-    return TileShape(128, 64, 8, 2, programs=1, min_tiles=4)
+        return TileShape(128, 64, 8, 2, programs=1, min_tiles=4)
+    return TileShape(128, 128, 8, 2, programs=1, min_tiles=4)
 
 
 class AttentionKernel:
