@@ -293,7 +293,8 @@ def _find_roofline(server: NodeServer) -> Roofline | None:
     if ceiling is None or pool.dtype.itemsize != 2:
         return None
     gpus = server.node.core.config.tp_size
-    return Roofline(engine.model_config, pool.dtype.itemsize, ceiling, gpus)
+    kv_width = pool.get_keys(0).element_size()
+    return Roofline(engine.model_config, pool.dtype.itemsize, ceiling, gpus, kv_width)
 
 
 def _load_reference(args: argparse.Namespace, server: NodeServer) -> dict[str, float]:

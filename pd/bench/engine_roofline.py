@@ -3,10 +3,11 @@
 A decode step reads all weights once and the KV of every sequence once. For a mixture of experts we
 count the experts that the batch is expected to choose if all are equally likely. A prompt costs two
 floating-point operations per weight and token (of the output head only for its last token) and the
-products of causal attention, of latents in the form that has fewer. The roofline is the slower of the two. We leave out activations, KV
-writes and the embedding's rows. A layer with a sliding window reads no KV before it. Ceilings are
-rates that simple programs reached on the GPU, because data sheets promise more: an H200 streams
-4.33 TB/s and computes 800 TFLOP/s of bf16 products and 1,490 of fp8 products.
+products of causal attention, of latents in the form that has fewer. The roofline is the slower of
+the two. We leave out activations, KV writes and the embedding's rows. A layer with a sliding window
+reads no KV before it. Ceilings are rates that simple programs reached on the GPU, because data
+sheets promise more: an H200 streams 4.33 TB/s and computes 800 TFLOP/s of bf16 products and 1,490
+of fp8 products.
 """
 
 from __future__ import annotations
@@ -39,11 +40,16 @@ class Roofline:
     """Least times, in seconds, of a model on ``num_gpus`` GPUs with this ceiling.
 
     Args:
-        width: bytes of one weight, and of one number in the KV cache.
+        width: bytes of one weight; kv_width: of one number in the KV cache.
     """
 
     def __init__(
-        self, model: ModelConfig, width: int, ceiling: GpuCeiling, num_gpus: int = 1
+        self,
+        model: ModelConfig,
+        width: int,
+        ceiling: GpuCeiling,
+        num_gpus: int = 1,
+        kv_width: int | None = None,
     ) -> None:
         self._model = model
         self._width = width
@@ -56,7 +62,7 @@ class Roofline:
         self._head = model.hidden_size * model.vocab_size
         # Bytes of one token's KV.
         vectors = 2 if model.latent is None else 1
-        row = model.num_kv_heads * model.head_dim * width
+        row = model.num_kv_heads * model.head_dim * (kv_width or width)
         self._kv_bytes = vectors * row * model.num_layers
 
     def _weight_bytes(self, num_tokens: int) -> float:
