@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pd.engine.kv_pool import KVPool
     from pd.engine.step_outcome import StepOutcome
     from pd.kernels.attention import AttentionBackend
+    from pd.kernels.latent import LatentHeads
     from pd.models.causal_lm import CausalLM
     from pd.models.config import ModelConfig
 
@@ -130,6 +131,11 @@ class LazyAttention(PlannedAttention):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return self._backend.attend(layer, q, k, v, sinks)
+
+    def attend_latents(
+        self, layer: int, q: torch.Tensor, rows: torch.Tensor, heads: LatentHeads
+    ) -> torch.Tensor:
+        return self._backend.attend_latents(layer, q, rows, heads)
 
 
 def hide_tokens(attention: PlannedAttention, rows: torch.Tensor) -> None:

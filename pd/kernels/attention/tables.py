@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         PagedKV,
         UnreadStarts,
     )
+    from pd.kernels.latent import LatentHeads
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,12 @@ class _Parts(PlannedAttention):
     ) -> torch.Tensor:
         part, layer = self._layers[layer]
         return self._planned[part].attend(layer, q, k, v, sinks)
+
+    def attend_latents(
+        self, layer: int, q: torch.Tensor, rows: torch.Tensor, heads: LatentHeads
+    ) -> torch.Tensor:
+        part, layer = self._layers[layer]
+        return self._planned[part].attend_latents(layer, q, rows, heads)
 
 
 class _TablesDecode(_Parts, DecodeAttention):

@@ -166,7 +166,8 @@ class TritonAttention(AttentionBackend):
         assert expanded is not None
         expanded.expand_layer(layer, heads)
         if self._launches:
-            out = super().attend_latents(layer, q, rows, heads).contiguous()
+            latents = self._launch_all(layer, heads.absorb_queries(q))
+            out = heads.expand_values(latents).contiguous()
         else:
             out = kernel.allocate_result(q)
         kernel.launch_work(layer, q, out, work, tables)
@@ -180,6 +181,13 @@ class TritonAttention(AttentionBackend):
         v: torch.Tensor,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        assert self._expanded is None, "a step of expanded latents is attended by attend_latents"
+        return self._launch_all(layer, q, sinks)
+
+    def _launch_all(
+        self, layer: int, q: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Attend the rows that have launches of their own. Others stay undefined."""
         out = self.kernels.chunk_kernel.allocate_result(q)
         window = self._windows.of_layer(layer)
         for launch in self._launches:
