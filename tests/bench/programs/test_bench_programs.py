@@ -47,35 +47,29 @@ def read_page(url: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "names",
+    ("layout", "page_size", "names"),
     [
-        pytest.param(("endings", "skeleton"), id="two"),
-        pytest.param(WORKLOADS, id="all", marks=pytest.mark.full),
+        ("unified", 1, ("endings", "skeleton")),
+        ("1p1d", 16, ("endings", "chat-short")),
+        pytest.param("unified", 1, WORKLOADS, marks=pytest.mark.full),
+        pytest.param("unified", 16, WORKLOADS, marks=pytest.mark.full),
+        pytest.param("1p1d", 1, WORKLOADS, marks=pytest.mark.full),
+        pytest.param("1p1d", 16, WORKLOADS, marks=pytest.mark.full),
     ],
 )
-def test_one_node_with_an_ample_pool_is_at_the_optimum(names: tuple[str, ...], seed: int) -> None:
-    settings = ProgramLayout("unified", "cpu", 1)
-    with start_layout(EMBEDDED_MODEL, settings, AMPLE) as layout:
+def test_with_an_ample_pool_the_cache_is_at_the_optimum(
+    layout: str, page_size: int, names: tuple[str, ...], seed: int
+) -> None:
+    settings = ProgramLayout(layout, "cpu", page_size)
+    with start_layout(EMBEDDED_MODEL, settings, AMPLE) as running:
         for name in names:
             workload = make_workload(name, seed, 3)
-            result = runner.run_workload(layout, workload, runner.Ablation(), settings, 3)
+            result = runner.run_workload(running, workload, runner.Ablation(), settings, 3)
             assert result.hit_tokens == result.best.hit_tokens > 0, name
             assert len(result.latencies) == 3
-        assert read_node_hits(layout) == layout.read_tokens()[1]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", WORKLOADS)
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_a_prefill_node_with_an_ample_pool_is_at_the_optimum(
-    name: str, page_size: int, seed: int
-) -> None:
-    settings = ProgramLayout("1p1d", "cpu", page_size)
-    with start_layout(EMBEDDED_MODEL, settings, AMPLE) as layout:
-        workload = make_workload(name, seed, 3)
-        result = runner.run_workload(layout, workload, runner.Ablation(), settings, 3)
-        assert result.hit_tokens == result.best.hit_tokens > 0
-        assert (result.page_loss > 0) == (page_size > 1)
+            assert (result.page_loss > 0) == (page_size > 1)
+        if layout == "unified":  # a decode node looks prompts up once more
+            assert read_node_hits(running) == running.read_tokens()[1]
 
 
 def test_more_hits_than_the_optimum_end_the_run(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
