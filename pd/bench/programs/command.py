@@ -90,7 +90,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print and write. ``args`` also has the whole ``command_line``.
+    """Measure, print and write, also what was measured before an error or Ctrl-C.
+
+    ``args`` also has the whole ``command_line``.
 
     Raises:
         UsageError: invalid arguments.
@@ -106,17 +108,16 @@ def run(args: argparse.Namespace) -> int:
     check_output(args.output)
     workloads = _load_workloads(args)
     rows: list[Row] = []
-    for row in _measure_cases(args, workloads):
-        rows.append(row)
-        print(_format_row(row), flush=True)
-    if args.output is not None:
-        write_report(
-            args.output,
-            format_command(args.command_line),
-            rows,
-            measured=["pd"],
-            note=args.note,
-        )
+    note = f"{args.note}; it was ended before its time" if args.note else "ended before its time"
+    try:
+        for row in _measure_cases(args, workloads):
+            rows.append(row)
+            print(_format_row(row), flush=True)
+        note = args.note
+    finally:
+        if args.output is not None and rows:
+            command = format_command(args.command_line)
+            write_report(args.output, command, rows, measured=["pd"], note=note)
     return 0
 
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from pd.bench.programs import optimum, runner
+from pd.bench.programs import command, optimum, runner
 from pd.bench.programs.layouts import ProgramLayout, start_layout
+from pd.bench.programs.optimum import replay_requests
 from pd.bench.programs.workloads import WORKLOADS, make_workload
 from pd.cli import bench
 from pd.core.errors import SetupError
@@ -57,17 +58,25 @@ def read_page(url: str) -> str:
         pytest.param("1p1d", 16, WORKLOADS, marks=pytest.mark.full),
     ],
 )
-def test_with_an_ample_pool_the_cache_is_at_the_optimum(
+def test_hits_of_an_ample_pool_are_those_of_the_replay(
     layout: str, page_size: int, names: tuple[str, ...], seed: int
 ) -> None:
+    """Requests one after the other have exactly the hits of a replay in their order. Requests at
+    the same time have almost those of the best order."""
     settings = ProgramLayout(layout, "cpu", page_size)
+    answers_stay = settings.answers_stay
     with start_layout(EMBEDDED_MODEL, settings, AMPLE) as running:
         for name in names:
             workload = make_workload(name, seed, 3)
-            result = runner.run_workload(running, workload, runner.Ablation(), settings, 3)
-            assert result.hit_tokens == result.best.hit_tokens > 0, name
-            assert len(result.latencies) == 3
-            assert result.page_loss >= 0 if page_size > 1 else result.page_loss == 0
+            alone = runner.run_workload(
+                running, workload, runner.Ablation(parallel=False), settings, 1
+            )
+            replay = replay_requests(alone.requests, page_size, answers_stay=answers_stay)
+            assert alone.hit_tokens == replay.hit_tokens > 0, name
+            together = runner.run_workload(running, workload, runner.Ablation(), settings, 3)
+            assert 0.95 * together.best.hit_tokens <= together.hit_tokens, name
+            assert len(together.latencies) == 3
+            assert together.page_loss >= 0 if page_size > 1 else together.page_loss == 0
         if layout == "unified":  # a decode node looks prompts up once more
             assert read_node_hits(running) == running.read_tokens()[1]
 
@@ -121,6 +130,25 @@ def test_ablations_of_the_program_in_the_documents_and_a_page_about_them(tmp_pat
     text = page.read_text()
     assert "Ablations: programs, unified" in text and "A small pool: programs, unified" in text
     assert text.count("<td>review</td>") == len(rows)
+
+
+def test_an_interrupted_run_keeps_its_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = command.run_workload
+
+    def run_or_interrupt(layout: Any, workload: Any, *args: Any) -> Any:
+        if workload.name == "judge":
+            raise KeyboardInterrupt
+        return real(layout, workload, *args)
+
+    monkeypatch.setattr(command, "run_workload", run_or_interrupt)
+    output = tmp_path / "programs.json"
+    flags = ("--programs", "1", "--layout", "unified", "--workload", "few-shot", "judge")
+    assert bench(["programs", *flags, "--output", str(output)]) == 130
+    report = json.loads(output.read_text())
+    assert [row["workload"] for row in report["results"]] == ["few-shot"] * 3
+    assert report["note"] == "ended before its time"
 
 
 @pytest.mark.full
