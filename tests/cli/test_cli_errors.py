@@ -225,7 +225,7 @@ MISUSES = [
 ]
 
 # What the machine lacks is found while a command starts, so in a process of its own; and some of
-# the above. {port} is filled in, too.
+# the above. {port} is filled in, too. ``make test`` leaves out what differs least from others.
 PROCESSES = [
     ("", USAGE, "COMMAND"),
     ("prefill --model {root}/model --kv-cache-token 5", USAGE, "--kv-cache-tokens?"),
@@ -242,6 +242,13 @@ PROCESSES = [
     ("admin drain http://127.0.0.1:1", ENVIRONMENT, "cannot ask http://127.0.0.1:1"),
     ("proxy --workers 2 --port {port}", ENVIRONMENT, "choose another --port"),
 ]
+MORE_PROCESSES = {
+    "decode --model {root}/yarn",
+    "prefill --model {root}/model --port {port}",
+    "proxy --port {port}",
+    "",
+}
+assert {command for command, _, _ in PROCESSES} >= MORE_PROCESSES
 
 
 def nothing_of_this_host() -> dict[str, str]:
@@ -289,6 +296,7 @@ def test_one_line_and_a_status(
 @pytest.mark.parametrize(
     ("command", "status", "named"), PROCESSES, ids=[e[0] or "-" for e in PROCESSES]
 )
+@pytest.mark.sample(cells=lambda params: params["command"] not in MORE_PROCESSES)
 def test_a_process_ends_with_one_line_and_a_status(
     command: str, status: int, named: str, place: Path, taken_port: int
 ) -> None:

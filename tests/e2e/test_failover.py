@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import sys
 import time
 from pathlib import Path
@@ -60,9 +61,11 @@ CELLS = [
     for cell in itertools.product(*FACTORS.values())
     if cell[-1] != "eagle" or cell[-2] in EAGLE_FEATURES
 ]
-# Every feature at every moment, and with every fault, would take twice as many.
-SAMPLE = every_two(CELLS, 4, apart=[(0, 3), (2, 3)])
-assert [*FACTORS][:4] == ["fault", "role", "moment", "feature"]
+# Every feature at every moment, and with every fault, would take twice as many. So would every
+# fault at every moment and every feature with every drafter, which run with elastic nodes only.
+APART = [(0, 3), (2, 3), *([] if "PD_TEST_ELASTIC" in os.environ else [(0, 2), (3, 4)])]
+SAMPLE = every_two(CELLS, 4, apart=APART)
+assert [*FACTORS] == ["fault", "role", "moment", "feature", "speculation"]
 
 
 _step = StepLoop._run_step

@@ -353,7 +353,7 @@ def spoil_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("drafter", "kind", "page_size", "tp_size", "drafts", "memory", "aborts"),
     sampled_cells(
-        {("tree", "split", 16, 1, "spoiled", "few", "some")},
+        {("tree", "split", 16, 1, "spoiled", "many", "some")},
         DRAFTERS | TREE,
         LAYOUTS,
         (1, 16),

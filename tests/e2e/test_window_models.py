@@ -89,9 +89,6 @@ PAGE_SIZES = [(1, 16), (16, 64), (64, 1)]
 SAMPLE = {
     "as many layers with a window as without": (1, 16),
     "the last layer": (16, 64),
-    "listed layers": (64, 1),
-    "sinks and experts with biases": (16, 64),
-    "sinks in every layer": (1, 16),
     "fused weights, a quarter rotated": (16, 64),
     "all rotated, without dense layers": (64, 1),
 }

@@ -121,7 +121,7 @@ def test_routing(
     [
         (1, 16, 4, 32, 16, 8),
         (5, 8, 2, 48, 20, 2),
-        (33, 6, 3, 40, 24, 3),
+        pytest.param(33, 6, 3, 40, 24, 3, marks=pytest.mark.full),
         (40, 2, 1, 32, 48, 2),
         (0, 4, 2, 8, 8, 2),
     ],
@@ -165,6 +165,7 @@ def test_ranks_with_different_experts_sum_to_the_whole(
     assert_near(sums, whole, 1e-5)
 
 
+@pytest.mark.sample
 @EACH_DTYPE
 @pytest.mark.parametrize("is_clamped", [False, True])
 @pytest.mark.parametrize(

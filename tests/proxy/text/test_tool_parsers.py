@@ -451,6 +451,7 @@ def in_every_cut(family: ToolFamily, text: str) -> list[Any]:
     return whole
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("parameter", ["city", "note", "places", "not declared"])
 @pytest.mark.parametrize(
     "value",
