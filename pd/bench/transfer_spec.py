@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import msgspec
 
 from pd.bench.shapes import NAMES, model_directory
 from pd.core.errors import UsageError
-from pd.core.node_info import KVLayout
+from pd.core.node_info import MODEL_PLANE, KVLayout, Plane
 
 if TYPE_CHECKING:
     from pd.bench.report import Row
+    from pd.core.node_info import DType
 
 DTYPES = ("bfloat16", "float16", "float32")
 Layout = Literal["scattered", "contiguous"]
@@ -28,6 +29,7 @@ class KVShape:
 
     Attributes:
         token_flops, pair_flops: see :class:`pd.prefill_node.outgoing.PromptCost`.
+        vectors: vectors of a token and layer: 2 for K and V, 1 for a row of latents.
     """
 
     name: str
@@ -37,8 +39,11 @@ class KVShape:
     dtype: str
     token_flops: float = 0.0
     pair_flops: float = 0.0
+    vectors: Literal[1, 2] = 2
 
     def __str__(self) -> str:
+        if self.vectors == 1:
+            return f"{self.layers} layers, rows of {self.head_dim}"
         return f"{self.layers} layers, {self.kv_heads} heads x {self.head_dim}"
 
 
@@ -76,6 +81,7 @@ def load_shape(model: str, dtype: str) -> KVShape:
         chosen,
         config.token_flops,
         config.pair_flops,
+        1 if config.latent else 2,
     )
 
 
@@ -108,9 +114,16 @@ class TransferSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def kv(self) -> KVLayout:
         shape = self.shape
-        return KVLayout.of_model(
-            shape.layers, shape.kv_heads, shape.head_dim, shape.dtype, self.page_size
+        dtype = cast("DType", shape.dtype)
+        plane = Plane(
+            MODEL_PLANE,
+            shape.layers,
+            shape.kv_heads,
+            shape.head_dim,
+            dtype,
+            vectors=shape.vectors,
         )
+        return KVLayout((plane,), self.page_size)
 
     @property
     def num_pages(self) -> int:

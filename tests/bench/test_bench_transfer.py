@@ -155,6 +155,9 @@ def test_shapes_come_from_a_name_a_directory_or_a_config(tmp_path) -> None:
         assert (shape.layers, shape.kv_heads, shape.head_dim) == (3, 2, 16)
         assert (shape.name, shape.dtype) == (tmp_path.name, "float16")
     assert load_shape("llama-3.1-8b", "float32").dtype == "float32"
+    latents = load_shape("deepseek-v2-lite", "auto")
+    assert spec(shape=latents).kv.token_bytes == 27 * (512 + 64) * 2
+    assert str(latents) == "27 layers, rows of 576"
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UsageError, match="cannot be used"):
         load_shape(str(tmp_path), "auto")
