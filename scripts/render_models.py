@@ -39,7 +39,9 @@ every transfer backend, unequal page sizes and `--tp-size`. Every mixture of exp
 [`--ep-size`](gpu.md#several-gpus-for-one-node), in every format of weights.
 
 A model with latent attention (MLA) keeps one row per token and layer instead of K and V. With
-`--tp-size`, every rank has all rows: they travel once and are written to every rank.
+`--tp-size`, every rank has all rows: they travel once and are written to every rank. Decode steps
+attend to the rows themselves. On a GPU, chunks of 256 and more tokens expand the rows that they see
+to K and V of every head, because that takes a third of the operations.
 
 Mistral, Mixtral and Qwen checkpoints may have sliding windows, in all layers or in some. They need
 `triton`, which `auto` then chooses on a GPU, or `torch`; `flashinfer` is refused. If about half of
