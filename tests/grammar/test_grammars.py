@@ -80,7 +80,7 @@ WRONG = [
 def grammars(one_child: None) -> Iterator[Grammars]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pd.grammar.grammars._CHILDREN", 2)
-        made = Grammars(VOCABULARY, LIMITS, 1 << 20)
+        made = Grammars(VOCABULARY, LIMITS._replace(cpu_seconds=0.7), 1 << 20)
         wanted(made, SMALL)
     yield made
     made.close()
