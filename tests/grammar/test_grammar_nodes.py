@@ -37,7 +37,7 @@ from tokenizers import Tokenizer
 from pd import assembly
 from pd.core.errors import InvalidRequestError, UnavailableError
 from pd.core.grammar import Grammar
-from pd.engine.token_rules import MASK_SECONDS
+from pd.engine import rule_budget
 from pd.grammar.compiler import CompileLimits
 from pd.grammar.grammars import Grammars, MakeRules
 from pd.grammar.rules import GrammarRules
@@ -361,12 +361,13 @@ def test_a_grammar_whose_masks_take_too_long_ends_its_request(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ends with an error, another stream continues, and we refuse the grammar from then on."""
+    monkeypatch.setattr(rule_budget, "BASE_SECONDS", 0.25)
     slow = Grammar("regex", "[ab]{20}slow")
     fill_mask = GrammarRules.fill_mask
 
     def busy(self: GrammarRules, mask: Any) -> None:
         fill_mask(self, mask)
-        until = time.thread_time() + MASK_SECONDS + 0.1
+        until = time.thread_time() + 0.15
         while self.num_filled >= 3 and self.is_slow and time.thread_time() < until:
             pass
         self.num_filled += 1
