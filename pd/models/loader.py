@@ -50,8 +50,7 @@ _IGNORED_SUFFIX = ".rotary_emb.inv_freq"
 # The number of an expert in the name of its tensor.
 _EXPERT = re.compile(r"(?<=\.experts\.)[0-9]+(?=\.)")
 # Dummy weights repeat a block of this many normal numbers, because drawing 8 billion numbers one by
-# one would take minutes, and so would a block for each of ten thousand experts. Each tensor begins
-# elsewhere in it. It is a prime, so no two rows of a matrix are alike.
+# one would take minutes. It is a prime, so no two rows of a matrix are alike.
 _DUMMY_BLOCK = 4_194_301
 # Standard deviation of random codes in MXFP4 before they are scaled.
 _MXFP4_STD = 2.9
@@ -467,10 +466,12 @@ def _fill_dummy(
     """
     is_tied = EMBEDDING in places and HEAD not in places
     embedding_scale = places[EMBEDDING].memory.shape[-1] ** -0.5 if is_tied else 1.0
-    largest = max(math.prod(place.whole_shape(tp)) for place in places.values())
-    normal = torch.empty(min(largest, _DUMMY_BLOCK))
-    normal.normal_(generator=torch.Generator().manual_seed(seed))
-    normal = normal.to(next(iter(places.values())).memory.device)
+    # Experts are many, so they share numbers, and each begins elsewhere in them.
+    experts = [place for name, place in places.items() if _EXPERT.search(name)]
+    shared = torch.empty(0)
+    if experts:
+        count = max(_count_block(place, tp) for place in experts)
+        shared = _draw_normal(count, f"{seed}/experts").to(experts[0].memory.device)
     for name, place in places.items():
         if name.endswith("norm.weight"):
             place.memory.fill_(1.0)
@@ -485,8 +486,13 @@ def _fill_dummy(
                 if place.fp8.input_scale is not None:
                     place.fp8.input_scale.fill_(_FP8_INPUT_SCALE)
                 scale = _FP8_STD
-            start = _hash_key(f"{seed}/{name}") % len(normal)
-            _fill_normal(place, tp, scale, torch.cat((normal[start:], normal[:start])))
+            key = f"{seed}/{name}"
+            if _EXPERT.search(name):
+                start = _hash_key(key) % len(shared)
+                normal = torch.cat((shared[start:], shared[:start]))
+            else:
+                normal = _draw_normal(_count_block(place, tp), key)
+            _fill_normal(place, tp, scale, normal)
         bar.update(place.memory.nbytes)
 
 
@@ -496,10 +502,8 @@ def _fill_mxfp4(name: str, place: WeightDestination, tp: TensorParallel, seed: i
         std = (place.whole_shape(tp)[-1] * MX_BLOCK) ** -0.5
         place.memory.fill_(127 + round(math.log2(std / _MXFP4_STD)))
         return
-    count = min(math.prod(place.whole_shape(tp)), _DUMMY_BLOCK)
-    block = torch.empty(count, dtype=torch.uint8)
-    generator = torch.Generator().manual_seed(_hash_key(f"{seed}/{name}"))
-    block.random_(0, 256, generator=generator)
+    block = torch.empty(_count_block(place, tp), dtype=torch.uint8)
+    block.random_(0, 256, generator=_make_generator(f"{seed}/{name}"))
     _fill_repeatedly(place, tp, block)
 
 
@@ -509,6 +513,20 @@ def _fill_normal(
     """Fill in ``normal``, float32 numbers with a deviation of 1, times ``std``."""
     dtype, block = place.memory.dtype, normal * std
     _fill_repeatedly(place, tp, convert_saturated(block) if dtype == FP8 else block.to(dtype))
+
+
+def _count_block(place: WeightDestination, tp: TensorParallel) -> int:
+    """Count the numbers to draw for a tensor."""
+    return min(math.prod(place.whole_shape(tp)), _DUMMY_BLOCK)
+
+
+def _draw_normal(count: int, key: str) -> torch.Tensor:
+    """Draw float32 numbers with a deviation of 1 that depend on ``key`` alone."""
+    return torch.empty(count).normal_(generator=_make_generator(key))
+
+
+def _make_generator(key: str) -> torch.Generator:
+    return torch.Generator().manual_seed(_hash_key(key))
 
 
 def _hash_key(key: str) -> int:
