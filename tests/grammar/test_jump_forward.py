@@ -125,6 +125,23 @@ def test_a_request_can_resume_after_any_message(model: Path, plain: Answers) -> 
         second.wait_idle(30.0)
 
 
+def test_a_request_can_resume_before_forced_tokens(model: Path) -> None:
+    """A client may have seen the output up to any token, also if the grammar forces the next."""
+    schema = {
+        "type": "object",
+        "properties": {name: {"type": "boolean"} for name in ("first name", "second name")},
+        "required": ["first name", "second name"],
+        "additionalProperties": False,
+    }
+    grammar = Grammar("json_schema", json.dumps(schema))
+    with cluster_of(model, "unified") as first, cluster_of(model, "split") as second:
+        tokens = ask(first, PROMPTS[0], grammar=grammar).tokens()
+        for cluster in (first, second):
+            for cut in range(1, len(tokens) - 1):
+                resumed = ask(cluster, PROMPTS[0], produced=tokens[:cut], grammar=grammar)
+                assert resumed.tokens()[:cut] == tokens[:cut], cut
+
+
 def test_late_steps_change_nothing(model: Path, plain: Answers) -> None:
     """A step launched before its row's tokens were forced has an extra sample."""
     with cluster_of(model, "unified", overlap_schedule="on") as cluster:
