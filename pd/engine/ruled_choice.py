@@ -74,6 +74,7 @@ class RuledChoice:
         self.mask = rules.first_mask
         self.error: PDError | None = None
         self.forced: list[int] = []
+        self._forced_later: list[int] = []
         self.is_busy = self.is_slow = self.is_late = self.has_ended = False
         self.has_followed = self.has_jumped = False
         # Quick masks since the choice was last slow, and how many it needs to be trusted.
@@ -135,13 +136,32 @@ class RuledChoice:
             self.charge_time(0.0, 1)
         return len(noted) + len(self.forced)
 
+    def draw_forced(self, mask: IntArray) -> None:
+        """Have the next step sample the first forced token, if any, and force the others after it.
+
+        A step that computes a prompt samples a token in any case, so we cannot append all of them
+        before it.
+
+        Args:
+            mask: where tokens are forced, only the first one remains allowed.
+        """
+        if not self.forced:
+            return
+        first, *self._forced_later = self.forced
+        self.forced = []
+        mask[:] = 0
+        mask.view(np.uint32)[first // 32] = 1 << first % 32
+
     def _advance_rules(self, tokens: list[int], *, is_last: bool) -> None:
         try:
             for token in tokens:
                 if not self.rules.accept_token(token):
                     raise NodeFailedError(f"the grammar forbids token {token}")
             if is_last and self._jumps:
-                self.forced = self._trim(self.rules.find_forced(np.array(self._recent, np.int32)))
+                later, self._forced_later = self._forced_later, []
+                self.forced = later or self._trim(
+                    self.rules.find_forced(np.array(self._recent, np.int32))
+                )
         except PDError as error:
             self.error = error
         except Exception as error:  # noqa: BLE001 - whatever the rules' library raises

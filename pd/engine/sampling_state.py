@@ -191,6 +191,7 @@ class SamplingState:
         if rules.error is None and not rules.has_ended:
             mask = np.full(-(-self._vocab_size // 32), -1, np.int32)
             rules.fill_masks(mask[None])
+            rules.draw_forced(mask)
             rules.mask = mask
         if rules.error is not None:
             raise rules.error

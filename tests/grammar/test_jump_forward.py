@@ -112,14 +112,16 @@ def test_every_deployment_gives_the_same_output(
 
 
 def test_a_request_can_resume_after_any_message(model: Path, plain: Answers) -> None:
-    """Forced tokens come in one message with the token before them, so no resumed request
-    begins between the two."""
+    """Also where the next tokens are forced. They come in one message, so no resumed request begins
+    among them."""
     with cluster_of(model, "unified") as first, cluster_of(model, "split") as second:
         whole = ask(first, PROMPT_OF["seeded"], **FEATURES["seeded"])
         (tokens,) = whole.result()
         assert tokens == plain["seeded"].tokens()
         ends = {output.position + len(output.token_ids) for output in whole.outputs}
-        for cut in sorted(ends - {len(tokens)})[::3]:
+        forced = {output.position for output in whole.outputs if len(output.token_ids) > 1}
+        assert forced
+        for cut in sorted({*range(1, len(tokens), 3), *forced} & ends):
             resumed = ask(second, PROMPT_OF["seeded"], produced=tokens[:cut], **FEATURES["seeded"])
             assert resumed.tokens() == tokens, cut
         second.wait_idle(30.0)
