@@ -39,6 +39,4 @@ def restore_sampling(request: Request, eos_token_ids: tuple[int, ...], vocab_siz
                 f"{request.num_produced} tokens; there is nothing to resume"
             )
     state.follow_rules()
-    # The next token is sampled under a mask. If a grammar forces it, we would add it twice.
-    state.take_forced()
     request.resumed_state = state

@@ -237,7 +237,7 @@ def test_what_the_last_chunk_hides_waits_for_it(seed: int, overlap: bool, reserv
     prompt.prompt, prompt.queued = np.zeros(60, dtype=np.int32), [0] * 60
     prompt.cached = prompt.cached_by_d = 0
     prompt.reserved_at = reserved_at
-    prompt.outgoing.cost = PromptCost(LAYERS, 1, 1e9, 0.0)
+    prompt.outgoing.cost = PromptCost(LAYERS, 1, 1e9, 0.0, pool_layers=tuple(node.order))
     prompt.flops_per_byte = 1e8
     send, layers_queued = prompt.send, []
 
